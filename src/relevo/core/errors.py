@@ -33,6 +33,10 @@ class RelevoError(Exception):
         super().__init__(self.message)
 
 
+class OurBug(RelevoError):
+    """Relevo broke one of its own rules. This is our bug, never the caller's."""
+
+
 # --- the caller's mistakes: nothing changed, trying again unchanged cannot help ---
 
 
