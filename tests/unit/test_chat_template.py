@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relevo.core.errors import ModelFileError
-from relevo.models.chat_template import CHATML, ChatTemplate, RenderRefused, choose_template
+from relevo.models.chat_template import CHATML, ChatTemplate, Habits, RenderRefused, choose_template
 from relevo.models.messages import prepare_messages
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
@@ -148,9 +148,8 @@ def test_the_digest_names_the_template() -> None:
 # ---------------------------------------------------------------------- messages
 
 
-def prepare(messages: list[Any], **changes: bool) -> list[dict[str, Any]]:
-    habits = {"null_content": True, "argument_objects": True, "developer_role": False} | changes
-    return prepare_messages(messages, **habits)
+def prepare(messages: list[Any], habits: Habits | None = None) -> list[dict[str, Any]]:
+    return prepare_messages(messages, habits or Habits())
 
 
 def test_text_parts_are_joined_and_other_fields_kept() -> None:
@@ -204,7 +203,7 @@ def test_tool_calls_take_the_form_the_template_knows() -> None:
     (as_object,) = prepare([message])
     assert as_object["content"] is None
     assert as_object["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    (as_text,) = prepare([message], argument_objects=False, null_content=False)
+    (as_text,) = prepare([message], Habits(argument_objects=False, null_content=False))
     assert as_text["content"] == ""
     assert as_text["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
     assert message["tool_calls"] == [CALL]
@@ -219,8 +218,36 @@ def test_arguments_that_are_no_object_stay_as_the_model_wrote_them() -> None:
 
 def test_the_developer_role_is_system_where_the_template_does_not_know_it() -> None:
     message = {"role": "developer", "content": "x"}
-    assert prepare([message])[0]["role"] == "system"
-    assert prepare([message], developer_role=True)[0]["role"] == "developer"
+    assert prepare([message], Habits(developer_role=False))[0]["role"] == "system"
+    assert prepare([message])[0]["role"] == "developer"
+    assert ChatTemplate(CHATML).habits.developer_role is False
+
+
+def test_a_system_text_goes_before_the_user_where_the_template_refuses_the_role() -> None:
+    gemma = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    habits = ChatTemplate(gemma).habits
+    assert habits.system_role is False
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "Z"},
+    ]
+    assert [m["content"] for m in prepare(chat, habits)] == ["Be brief.\n\nHi", "Z"]
+    assert len(prepare(chat, ChatTemplate(CHATML).habits)) == 3
+
+
+def test_no_tools_are_an_empty_list_for_templates_that_walk_over_them() -> None:
+    source = "{% for tool in tools %}{{ tool.name }}{% endfor %}{{ messages | length }}"
+    assert ChatTemplate(source).habits.null_tools is False
+    assert render(source) == "1"
+    assert ChatTemplate(CHATML).habits.null_tools is True
+
+
+def test_what_map_leaves_behind_is_json_too() -> None:
+    assert render("{{ messages | map(attribute='role') | tojson }}") == '["user"]'
 
 
 def test_a_templates_habits_are_found_by_trying() -> None:
@@ -228,15 +255,15 @@ def test_a_templates_habits_are_found_by_trying() -> None:
         "{% for m in messages %}{{ m.content + '' }}"
         "{% for c in m.tool_calls %}{{ c.function.arguments + '' }}{% endfor %}{% endfor %}"
     )
-    assert (strings.takes_null_content, strings.takes_argument_objects) == (False, False)
+    assert (strings.habits.null_content, strings.habits.argument_objects) == (False, False)
     objects = ChatTemplate(
         "{% for m in messages %}{% if m.content is none %}call{% else %}{{ m.content }}{% endif %}"
         "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     )
-    assert (objects.takes_null_content, objects.takes_argument_objects) == (True, True)
+    assert (objects.habits.null_content, objects.habits.argument_objects) == (True, True)
     printing = ChatTemplate(
         "{% for m in messages %}{{ m.content }}"
         "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
     )
-    assert (printing.takes_null_content, printing.takes_argument_objects) == (False, False)
-    assert ChatTemplate("{{ raise_exception('never') }}").takes_null_content is False
+    assert (printing.habits.null_content, printing.habits.argument_objects) == (False, False)
+    assert ChatTemplate("{{ raise_exception('never') }}").habits == Habits(null_content=False, developer_role=False)

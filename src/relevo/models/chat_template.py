@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
@@ -44,6 +45,16 @@ class RenderRefused(Exception):
         self.code = code
         self.message = message
         super().__init__(message)
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """What a template can take. It cannot be read off, only tried; `Habits()` is what most can."""
+
+    null_content: bool = True  # None as the content of a message that holds tool calls
+    argument_objects: bool = True  # a call's arguments as an object; else as JSON text
+    null_tools: bool = True  # None for no tools; else an empty list
+    system_role: bool = True  # else it is put before the next user message
+    developer_role: bool = True  # else it is called system
 
 
 class _Raised(TemplateError):
@@ -108,11 +119,20 @@ def _raise_exception(message: Any) -> None:
 
 def _to_json(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False, **_: Any) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML and sorts keys, which changes the prompt."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """What filters such as `map` leave behind is a generator."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 class ChatTemplate:
-    """One compiled template, with the two habits of it that cannot be read off but only tried.
+    """One compiled template, with its habits.
 
     Raises ModelFileError when the template is too large or is not valid Jinja.
     """
@@ -138,8 +158,8 @@ class ChatTemplate:
             ) from None
         except (RecursionError, SyntaxError, ValueError, TemplateError) as e:
             raise ModelFileError(f"{origin} chat template cannot be compiled: {type(e).__name__}: {e}.") from None
-        self.knows_developer_role = "developer" in source
-        self.takes_null_content, self.takes_argument_objects = self._habits()
+        self.habits = Habits()
+        self.habits = self._tried("developer" in source)
 
     def render(
         self,
@@ -165,7 +185,7 @@ class ChatTemplate:
             **self._tokens,
             **variables,
             "messages": list(messages),
-            "tools": list(tools) if tools else None,
+            "tools": list(tools) if tools else None if self.habits.null_tools else [],
             "strftime_now": now.strftime,
         }
         try:
@@ -198,32 +218,49 @@ class ChatTemplate:
             parts.append(part)
         return "".join(parts)
 
-    def _habits(self) -> tuple[bool, bool]:
-        """Try a conversation with a tool call: may its content be null, and its arguments be an object?
+    def _tried(self, developer_role: bool) -> Habits:
+        """Find the habits with small conversations.
 
-        Templates differ, and a wrong guess prints "None", encodes JSON twice or fails. Where both forms fail the
-        template does not know tool calls, and the harmless form is chosen.
+        A wrong guess prints "None", encodes JSON twice or fails. Where both forms fail the template does not know
+        the thing at all, and the form most templates take is kept.
         """
+        user = {"role": "user", "content": "hello"}
+        null_tools = self._attempt([user]) is not None
+        if not null_tools:
+            self.habits = Habits(null_tools=False)
+            null_tools = self._attempt([user]) is None
+            self.habits = Habits(null_tools=null_tools)
+        system = [{"role": "system", "content": "needle"}, user]
+        system_role = "needle" in (self._attempt(system) or "") or self._attempt([user]) is None
 
-        def attempt(content: Any, arguments: Any) -> str | None:
-            call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-            chat = [
-                {"role": "user", "content": "hello"},
-                {"role": "assistant", "content": content, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "1"},
-            ]
-            try:
-                return self.render(chat, now=datetime(2026, 1, 1))  # noqa: DTZ001 - a fixed example, no moment
-            except RenderRefused:
-                return None
-
-        with_object = attempt("", {"needle": 7})
+        with_object = self._attempt(_tool_chat("", {"needle": 7}))
         objects = with_object is not None and "'needle'" not in with_object  # Python's own way to print a dict
         arguments: Any = {"needle": 7} if objects else '{"needle": 7}'
-        if attempt("", arguments) is None and attempt(None, arguments) is None:
+        if self._attempt(_tool_chat("", arguments)) is None and self._attempt(_tool_chat(None, arguments)) is None:
             objects, arguments = True, {"needle": 7}
-        with_null = attempt(None, arguments)
-        return with_null is not None and "None" not in with_null, objects
+        with_null = self._attempt(_tool_chat(None, arguments))
+        return Habits(
+            null_content=with_null is not None and "None" not in with_null,
+            argument_objects=objects,
+            null_tools=null_tools,
+            system_role=system_role,
+            developer_role=developer_role,
+        )
+
+    def _attempt(self, chat: list[dict[str, Any]]) -> str | None:
+        try:
+            return self.render(chat, now=datetime(2026, 1, 1))  # noqa: DTZ001 - an example, no moment
+        except RenderRefused:
+            return None
+
+
+def _tool_chat(content: Any, arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "1"},
+    ]
 
 
 def choose_template(

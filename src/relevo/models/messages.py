@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from relevo.models.chat_template import RenderRefused
+from relevo.models.chat_template import Habits, RenderRefused
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _MEDIA_PARTS = {
@@ -21,44 +21,56 @@ _MEDIA_PARTS = {
 }
 
 
-def prepare_messages(
-    messages: Sequence[Any], *, null_content: bool, argument_objects: bool, developer_role: bool
-) -> list[dict[str, Any]]:
+def prepare_messages(messages: Sequence[Any], habits: Habits) -> list[dict[str, Any]]:
     """Copy the messages in the form this template takes; fields that are not known here stay as they came.
 
-    Text parts are joined, in order, with nothing between. The three switches are the template's habits.
+    Text parts are joined, in order, with nothing between.
     Raises RenderRefused("invalid") with the place of the first mistake.
     """
     if not messages:
         raise RenderRefused("invalid", "`messages` is empty; at least one message is needed.")
-    return [
-        _message(message, f"messages[{index}]", null_content, argument_objects, developer_role)
-        for index, message in enumerate(messages)
-    ]
+    ready = [_message(message, f"messages[{index}]", habits) for index, message in enumerate(messages)]
+    return ready if habits.system_role else _without_system(ready)
 
 
-def _message(
-    message: Any, place: str, null_content: bool, argument_objects: bool, developer_role: bool
-) -> dict[str, Any]:
+def _message(message: Any, place: str, habits: Habits) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RenderRefused("invalid", f"{place} must be an object with `role` and `content`.")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RenderRefused("invalid", f'{place}.role must be a text such as "user".')
     ready = dict(message)
-    if role == "developer" and not developer_role:
+    if role == "developer" and not habits.developer_role:
         ready["role"] = "system"  # the newer name of the same thing
-    calls = message.get("tool_calls")
-    if calls is not None:
-        ready["tool_calls"] = _calls(calls, f"{place}.tool_calls", argument_objects)
+    if ready.get("tool_calls") is None:
+        ready.pop("tool_calls", None)  # templates ask whether the field is there
+    else:
+        ready["tool_calls"] = _calls(ready["tool_calls"], f"{place}.tool_calls", habits.argument_objects)
         if not ready["tool_calls"]:
-            del ready["tool_calls"]  # templates ask whether the field is there
+            del ready["tool_calls"]
     ready["content"] = _content(message.get("content"), f"{place}.content")
     if ready["content"] is None:
         if role != "assistant":
             raise RenderRefused("invalid", f"{place}.content is missing.")
-        if "tool_calls" not in ready or not null_content:
+        if "tool_calls" not in ready or not habits.null_content:
             ready["content"] = ""
+    return ready
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put each system text before the user message that follows it; a last one becomes a user message itself."""
+    ready: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+            continue
+        if waiting and message["role"] == "user":
+            message["content"] = "\n\n".join([*waiting, message["content"]])
+            waiting = []
+        ready.append(message)
+    if waiting:
+        ready.append({"role": "user", "content": "\n\n".join(waiting)})
     return ready
 
 
