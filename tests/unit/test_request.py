@@ -71,7 +71,7 @@ def test_every_state_is_reached_from_acceptance() -> None:
 
 
 def test_an_illegal_move_says_what_would_be_right() -> None:
-    with pytest.raises(OurBug, match="cannot move from accepted to completed .* cancelled, failed, queued, running"):
+    with pytest.raises(OurBug, match=r"cannot move from accepted to completed .* cancelled, failed, queued, running"):
         advance(S.ACCEPTED, S.COMPLETED)
 
 
