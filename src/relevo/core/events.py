@@ -218,7 +218,8 @@ class StartText(_Frame):
     model: str
     path: str
     libraries: str
-    chat_template: str | None = None  # overrides the file's own
+    chat_template: str | None = None  # path of a template that replaces the file's own (or the template itself)
+    folder: str | None = None  # private folder for answers larger than a frame; without it they are refused
 
 
 class Render(_Frame):
@@ -228,6 +229,7 @@ class Render(_Frame):
     messages: list[Any]
     tools: list[Any] | None = None
     variables: dict[str, Any] = {}  # more template variables, e.g. enable_thinking
+    payload_path: str | None = None  # the whole record is in this file (models/payload.py): it exceeds a frame
 
 
 class Tokenize(_Frame):
@@ -237,6 +239,7 @@ class Tokenize(_Frame):
     text: str
     add_bos: bool = True
     special: bool = False
+    payload_path: str | None = None  # as in Render
 
 
 class TextReady(_Frame):
@@ -247,6 +250,7 @@ class TextReady(_Frame):
     vocabulary_tokens: int
     context_trained_tokens: int
     template_digest: str | None = None
+    tokenizer_digest: str | None = None
 
 
 class Rendered(_Frame):
@@ -255,6 +259,7 @@ class Rendered(_Frame):
     call: int
     tokens: list[int]
     text: str | None = None
+    payload_path: str | None = None  # the whole record is in this file, which the reader deletes
 
 
 class TextRefused(_Frame):
