@@ -72,7 +72,8 @@ class Lane:
         self._running: dict[str, str] = {}  # holder -> owner
 
     def __repr__(self) -> str:
-        return f"<Lane {self.name}: {self.running} of {self.concurrency} running, {self.queued} of {self.queue_limit} queued>"
+        running, queued = f"{self.running} of {self.concurrency} running", f"{self.queued} of {self.queue_limit} queued"
+        return f"<Lane {self.name}: {running}, {queued}>"
 
     # -- figures
 
@@ -128,7 +129,7 @@ class Lane:
     def enter(
         self, holder: str, now: float, deadline: float | None, owner: str = "", *, handed_over: bool = False
     ) -> Place | Full:
-        """Take a place in the line. `deadline` is monotonic: it never starts at or after it; None: it may wait for ever.
+        """Take a place in the line. It never starts at or after `deadline` (monotonic seconds; None: it has none).
 
         `handed_over`: the request was accepted before (its route was lost, or the gateway restarted), so it goes
         before those who just came. Raises OurBug when the holder is in the lane already.
