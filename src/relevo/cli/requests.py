@@ -1,0 +1,312 @@
+"""`relevo requests`: what was accepted, what became of it, and how to stop it or take it up again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from relevo.cli.output import (
+    ago_text,
+    complain,
+    console,
+    duration_text,
+    plain,
+    print_json,
+    short,
+    table,
+    time_text,
+)
+from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from relevo.cli.running import Service
+    from relevo.journal.records import EventRecord, RequestRecord, RequestSummary
+
+app = cyclopts.App(name="requests", help="List, show, cancel and resume requests.", result_action="return_value")
+
+State = Literal["accepted", "queued", "running", "resumable", "completed", "cancelled", "failed"]
+Id = Annotated[str, Parameter(name="ID", help="The request's id: `req_` and 32 digits, or a unique beginning of it.")]
+Limit = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1, lte=1000))]
+_FROM_JOURNAL = "No service is running here: this is read from the journal in {state}."
+_ID_LETTERS = 36
+_SEARCHED = 1000
+
+
+@app.command(name="list")
+def list_requests(
+    *, place: ServicePlace = NO_SERVICE_PLACE, only: State | None = None, limit: Limit = 20, json: Json = False
+) -> int:
+    """List requests, newest first. Without a running service, from the journal.
+
+    Parameters
+    ----------
+    only
+        Only those in this state.
+    limit
+        At most so many.
+    """
+    from relevo.cli.running import ServiceDown, running
+
+    source = "service"
+    try:
+        with running(place) as service:
+            records = _list_of(service, limit, only)
+    except ServiceDown as down:
+        records = _journaled_list(place, limit, only, down)
+        source = "journal"
+    if json:
+        print_json({"source": source, "requests": records})
+        return 0
+    if source == "journal":
+        complain(_FROM_JOURNAL.format(state=place.paths().state))
+    if not records:
+        console().print("No requests." if only is None else f"No requests are {only}.")
+        return 0
+    made = table("", "id", "model", "state", "created", "took", "reason", numbers=("took",))
+    for record in records:
+        ended = record.get("ended")
+        took = duration_text(ended - record["created"]) if isinstance(ended, int | float) else "-"
+        made.add_row(
+            plain(str(record["id"])), plain(str(record["model"])), plain(str(record["state"])),
+            ago_text(record.get("created")), took, short(record.get("reason") or ""),
+        )  # fmt: skip
+    console().print(made)
+    return 0
+
+
+@app.command
+def show(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+    """Show one request: its states, its routes and its answer. Without a running service, from the journal."""
+    from relevo.cli.running import ServiceDown, running
+
+    source = "service"
+    try:
+        with running(place) as service:
+            record = dict(service.get(f"/relevo/v1/requests/{_whole_id(service, request_id)}"))
+    except ServiceDown as down:
+        record = _journaled(place, request_id, down)
+        source = "journal"
+    if json:
+        print_json({**record, "source": source})
+        return 0
+    if source == "journal":
+        complain(_FROM_JOURNAL.format(state=place.paths().state))
+    _print_record(console(), record)
+    return 0
+
+
+@app.command
+def cancel(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+    """Cancel a request. Harmless when it has ended already."""
+    return _change(place, request_id, "cancel", json)
+
+
+@app.command
+def resume(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+    """Take up a resumable request from its checkpoint: same id, next attempt."""
+    return _change(place, request_id, "resume", json)
+
+
+def _change(place: ServicePlace, request_id: str, verb: str, as_json: bool) -> int:
+    from relevo.cli.running import running
+
+    with running(place) as service:
+        whole = _whole_id(service, request_id)
+        record = dict(service.post(f"/relevo/v1/requests/{whole}/{verb}"))
+    if as_json:
+        print_json(record)
+    else:
+        reason = f" ({short(record['reason'])})" if record.get("reason") else ""
+        console().print(
+            f"{plain(str(record.get('id', whole)))} is {plain(str(record.get('state', 'changed')))}{reason}."
+        )
+        if verb == "resume":
+            console().print(f"Follow it with: relevo requests show {whole}")
+    return 0
+
+
+def _list_of(service: Service, limit: int, state: str | None) -> list[dict[str, Any]]:
+    answer = service.get("/relevo/v1/requests", limit=limit, state=state)
+    found: list[dict[str, Any]] = answer["data"] if isinstance(answer, dict) else answer
+    return found
+
+
+def _whole_id(service: Service, given: str) -> str:
+    """The id itself, or the only one that begins so. Raises RequestNotFound or Conflict."""
+    if len(given) >= _ID_LETTERS or not given.startswith("req_"):
+        return _safe(given)
+    return _only(given, [str(record["id"]) for record in _list_of(service, _SEARCHED, None)])
+
+
+def _safe(given: str) -> str:
+    from relevo.core.errors import RequestNotFound
+
+    if not given.replace("_", "").replace("-", "").isalnum() or not given.isascii():
+        raise RequestNotFound(f"{given!r} is not a request id. `relevo requests list` shows them.")
+    return given
+
+
+def _only(beginning: str, ids: list[str]) -> str:
+    from relevo.core.errors import Conflict, RequestNotFound
+
+    fitting = [found for found in ids if found.startswith(beginning)]
+    if not fitting:
+        raise RequestNotFound(f"No request begins with {beginning}. `relevo requests list` shows them.")
+    if len(fitting) > 1:
+        raise Conflict(f"{len(fitting)} requests begin with {beginning}. Give more of the id.")
+    return fitting[0]
+
+
+# ---------------------------------------------------------------- without a service
+
+
+def _journaled_list(place: ServicePlace, limit: int, state: str | None, down: Exception) -> list[dict[str, Any]]:
+    from relevo.journal.reader import JournalReader
+
+    _check_journal(place, down)
+    with JournalReader(place.paths().state) as reader:
+        return [_summary_view(summary) for summary in reader.list_requests(limit=limit, state=state)]
+
+
+def _journaled(place: ServicePlace, request_id: str, down: Exception) -> dict[str, Any]:
+    from relevo.core.errors import RequestNotFound
+    from relevo.journal.reader import JournalReader
+
+    _check_journal(place, down)
+    with JournalReader(place.paths().state) as reader:
+        whole = request_id
+        if len(request_id) < _ID_LETTERS and request_id.startswith("req_"):
+            whole = _only(request_id, [summary.id for summary in reader.list_requests(limit=_SEARCHED)])
+        record = reader.get(whole)
+        if record is None:
+            raise RequestNotFound(
+                f"No request has the id {request_id!r} here. It may be older than the retention time."
+            )
+        return _record_view(record, reader.events(whole))
+
+
+def _check_journal(place: ServicePlace, down: Exception) -> None:
+    """The journal stands in for the service only where this very service was meant and has one. Raises ServiceDown."""
+    import os
+
+    from relevo.cli.running import URL_VARIABLE
+    from relevo.journal.database import FILE
+
+    if place.url or os.environ.get(URL_VARIABLE) or not (place.paths().state / FILE).is_file():
+        raise down
+
+
+def _summary_view(summary: RequestSummary) -> dict[str, Any]:
+    """A row of the list, in the outer contract's words."""
+    return {
+        "id": summary.id,
+        "state": summary.state,
+        "model": summary.model,
+        "kind": summary.kind,
+        "created": summary.created,
+        "ended": summary.ended,
+        "reason": summary.reason,
+        "kept_until": summary.kept_until,
+        "idempotency_key": summary.idempotency_key,
+    }
+
+
+def _record_view(record: RequestRecord, events: list[EventRecord]) -> dict[str, Any]:
+    """The record, in the outer contract's words; what only a running service knows is null."""
+    import msgspec
+
+    return {
+        **_summary_view(record.summary),
+        "result": None if record.result is None else msgspec.json.decode(record.result),
+        "partial": [{"choice": c.choice, "text": c.text, "tokens": len(c.tokens)} for c in record.checkpoints],
+        "attempts": len(record.attempts),
+        "routes": [msgspec.to_builtins(attempt) for attempt in record.attempts],
+        "moves": [msgspec.to_builtins(move) for move in record.moves],
+        "events": [
+            {"seq": e.seq, "at": e.at, "kind": e.kind, "data": None if e.payload is None else _json(e.payload)}
+            for e in events
+        ],
+        "blanked": record.summary.blanked,
+        "forecast": None,
+        "relevo": None,
+    }
+
+
+def _json(payload: bytes) -> Any:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(payload)
+    except msgspec.DecodeError:
+        return None
+
+
+# ---------------------------------------------------------------- for people
+
+
+def _print_record(screen: Console, record: dict[str, Any]) -> None:
+    relevo = record.get("relevo") or {}
+    lines = [
+        ("request", record.get("id")),
+        ("state", record.get("state")),
+        ("reason", record.get("reason")),
+        ("model", record.get("model")),
+        ("route", _route_text(relevo)),
+        ("created", time_text(record.get("created"))),
+        ("ended", time_text(record.get("ended")) if record.get("ended") else None),
+        ("attempts", record.get("attempts")),
+        ("kept until", time_text(record["kept_until"]) if record.get("kept_until") else None),
+    ]
+    for name, value in lines:
+        if value not in (None, "", "-"):
+            screen.print(f"{name:<11} {plain(str(value))}")
+    for handover in relevo.get("handovers") or []:
+        screen.print(f"{'handover':<11} {_handover_text(handover)}")
+    for attempt in record.get("routes") or []:
+        outcome = attempt.get("outcome") or "cut off"
+        said = f": {plain(str(attempt['message']))}" if attempt.get("message") else ""
+        screen.print(
+            f"{'attempt ' + str(attempt['attempt']):<11} {attempt['route']} on {attempt['device']}, {outcome}{said}"
+        )
+    error = record.get("error")
+    if isinstance(error, dict) and error.get("message"):
+        screen.print(f"{'error':<11} {plain(str(error['message']))}")
+    if record.get("state") == "resumable":
+        screen.print(f"{'resume':<11} relevo requests resume {record.get('id')}")
+    _print_answer(screen, record)
+
+
+def _route_text(relevo: dict[str, Any]) -> str | None:
+    if not relevo.get("route"):
+        return None
+    device = f" on {relevo['device']}" if relevo.get("device") else ""
+    reason = f", degraded: {relevo['reason']}" if relevo.get("degraded") and relevo.get("reason") else ""
+    return f"{relevo['route']}{device}{reason}"
+
+
+def _handover_text(handover: dict[str, Any]) -> str:
+    text = f"{handover.get('from')} to {handover.get('to') or 'nowhere yet'} at token {handover.get('at_token')}"
+    text += f", {handover.get('cause')}"
+    if handover.get("gap_ms") is not None:
+        text += f", {duration_text(handover['gap_ms'] / 1000)} without output"
+    return plain(text)
+
+
+def _print_answer(screen: Console, record: dict[str, Any]) -> None:
+    result = record.get("result")
+    choices = result.get("choices") if isinstance(result, dict) else None
+    choices = choices or record.get("partial") or []
+    for choice in choices:
+        if len(choices) > 1:
+            screen.print(f"\n[{choice.get('index', choice.get('choice'))}]")
+        else:
+            screen.print()
+        screen.print(
+            plain(str(choice.get("text", choice.get("message", {}).get("content", "") if "message" in choice else "")))
+        )
+    if not choices and record.get("blanked"):
+        screen.print("The answer was removed after the retention time.")

@@ -1,0 +1,174 @@
+"""`relevo status`: what the running service knows of itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from relevo.cli.output import duration_text, figure, plain, print_json, short, table, time_text
+from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_EVERY_S = 1.0
+Watch = Annotated[
+    bool, Parameter(name="--watch", negative=(), show_default=False, help="Keep showing it, until interrupted.")
+]
+
+
+def status(*, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False, watch: Watch = False) -> int:
+    """Show devices, replicas and lanes of the running service.
+
+    Exits 0 while the service runs, degraded or not, and 1 when it does not. A figure that is not known says why.
+    """
+    from relevo.cli.running import running
+
+    with running(place) as service:
+        if watch:
+            return _watch(service, as_json=json)
+        return _show(service, as_json=json)
+
+
+def _read(service: Any) -> dict[str, Any]:
+    """The status object, or one that says `down` and why."""
+    from relevo.cli.running import ServiceDown
+
+    try:
+        return dict(service.get("/relevo/v1/status"))
+    except ServiceDown as error:
+        return {
+            "state": "down", "reason": error.message, "url": service.url,
+            "devices": [], "replicas": [], "lanes": [], "certificate": None,
+        }  # fmt: skip
+
+
+def _show(service: Any, *, as_json: bool) -> int:
+    from relevo.cli.output import complain, console
+
+    found = _read(service)
+    down = found["state"] == "down" and "url" in found
+    if as_json:
+        print_json(found)
+    elif down:
+        complain(f"{found['reason']} Start it with `relevo serve`.")
+    else:
+        screen = console()
+        for part in render_status(found, service.url):
+            screen.print(part)
+    return 1 if down else 0
+
+
+def _watch(service: Any, *, as_json: bool) -> int:
+    import json as json_lines
+
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from relevo.cli.output import console
+
+    if as_json or not sys.stdout.isatty():
+        while True:  # one object a line, for programs that follow
+            print(json_lines.dumps(_read(service), ensure_ascii=False), flush=True)
+            time.sleep(_EVERY_S)
+
+    def view() -> RenderableType:
+        found = _read(service)
+        if found["state"] == "down" and "url" in found:
+            return Text(found["reason"])
+        return Group(*render_status(found, service.url))
+
+    with Live(view(), console=console(), screen=False, auto_refresh=False) as live:
+        while True:
+            time.sleep(_EVERY_S)
+            live.update(view(), refresh=True)
+
+
+def render_status(found: dict[str, Any], url: str) -> list[RenderableType]:
+    """The status object for people."""
+    from rich.text import Text
+
+    state = str(found.get("state"))
+    colour = {"ok": "green", "degraded": "yellow"}.get(state, "red")
+    head = Text.assemble("Relevo ", (state, f"bold {colour}"), f"  {plain(str(found.get('version', '')))}  {url}")
+    if found.get("reason"):
+        head.append(f"\n{plain(str(found['reason']))}")
+    parts: list[RenderableType] = [head, _devices(found), _replicas(found), _lanes(found)]
+    parts.append(Text(certificate_text(found.get("certificate"))))
+    return parts
+
+
+def _devices(found: dict[str, Any]) -> RenderableType:
+    sizes = ("total", "leased", "external", "available", "headroom")
+    made = table("Devices", "name", "kind", *sizes, "breaker", numbers=sizes)
+    for device in found.get("devices") or []:
+        made.add_row(
+            plain(str(device.get("name"))),
+            kind_text(device),
+            *(figure(device, f"{size}_bytes") for size in sizes),
+            breaker_text(device.get("breaker")),
+        )
+    return made
+
+
+def kind_text(device: dict[str, Any]) -> str:
+    """What a device is; an emulated one never passes for a real one."""
+    kind = plain(str(device.get("kind") or "unknown"))
+    description = device.get("description")
+    text = f"{kind} ({plain(str(description))})" if description else kind
+    return f"{text}, emulated" if device.get("emulated") and "emulated" not in text else text
+
+
+def breaker_text(breaker: Any) -> str:
+    """State, since when and why, and when it is tried again."""
+    if not isinstance(breaker, dict):
+        return "-"
+    text = plain(str(breaker.get("state")))
+    if text == "closed":
+        return text
+    if breaker.get("cause"):
+        text += f": {short(breaker['cause'], 100)}"
+    if breaker.get("since"):
+        text += f" (since {time_text(breaker['since'])})"
+    if breaker.get("next_probe_s") is not None:
+        text += f", next probe in {duration_text(breaker['next_probe_s'])}"
+    return text
+
+
+def _replicas(found: dict[str, Any]) -> RenderableType:
+    made = table("Replicas", "model", "task", "route", "device", "state", "process", "engine", numbers=("process",))
+    for replica in found.get("replicas") or []:
+        state = plain(str(replica.get("state")))
+        cause = replica.get("cause") or replica.get("reason")
+        made.add_row(
+            *(plain(str(replica.get(field) or "-")) for field in ("model", "task", "route", "device")),
+            f"{state}: {short(cause, 100)}" if cause and state != "serving" else state,
+            str(replica.get("pid") or "-"),
+            plain(str(replica.get("engine") or "-")),
+        )
+    return made
+
+
+def _lanes(found: dict[str, Any]) -> RenderableType:
+    made = table("Lanes", "name", "queued", "running", "limit", "oldest waits", numbers=("queued", "running", "limit"))
+    for lane in found.get("lanes") or []:
+        age_ms = lane.get("oldest_age_ms")
+        made.add_row(
+            plain(str(lane.get("name"))),
+            *(str(lane.get(field, "unknown")) for field in ("queued", "running", "limit")),
+            duration_text(age_ms / 1000) if isinstance(age_ms, int | float) else "-",
+        )
+    return made
+
+
+def certificate_text(certificate: Any) -> str:
+    """What a drill has proved here, if anything."""
+    if not isinstance(certificate, dict) or not certificate.get("verdict"):
+        reason = certificate.get("reason") if isinstance(certificate, dict) else None
+        return f"Certificate: none{f' ({plain(str(reason))})' if reason else ''}."
+    expires = certificate.get("expires")
+    return f"Certificate: {plain(str(certificate['verdict']))}" + (f", until {time_text(expires)}." if expires else ".")
