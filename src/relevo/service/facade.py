@@ -85,6 +85,14 @@ class Service(Protocol):
         """Take up a resumable request from its checkpoint, same id, next attempt. Raises Conflict in any other state."""
         ...
 
+    def request_events(self, owner: str | None, request_id: str, after: int) -> AsyncIterator[tuple[int, ServiceEvent]]:
+        """A request's events numbered from 1, those after number `after`, until and including Ended.
+
+        Watching is not calling: a request is not kept alive by it, nor cancelled when the watcher leaves.
+        Raises RequestNotFound at the first step (also for another owner's).
+        """
+        ...
+
     def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         """A status object at once, then one on each change (at most a few a second)."""
         ...
