@@ -6,29 +6,14 @@ evidence does not name is `unclassified_death`.
 
 from __future__ import annotations
 
-import enum
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from relevo.core.breaker import FaultKind
 from relevo.core.events import StartFailed
-
-
-class FaultKind(enum.StrEnum):
-    """Stand-in until core/breaker.py has it."""
-
-    STICKY_DEVICE = "sticky_device"
-    DEVICE_LOST = "device_lost"
-    RESET_CLASS = "reset_class"
-    DEVICE_CHANGED = "device_changed"
-    WORKER_KILLED_BY_DEVICE = "worker_killed_by_device"
-    ALLOCATION = "allocation"
-    UNCLASSIFIED_DEATH = "unclassified_death"
-    PROBE_FAILED = "probe_failed"
-    STALL = "stall"
-    CUT_SHORT = "cut_short"
-
 
 _LINES_SEARCHED = 60
 
@@ -38,7 +23,8 @@ LOG_TABLE: tuple[tuple[FaultKind, re.Pattern[str]], ...] = tuple(
         (
             FaultKind.ALLOCATION,
             r"out of memory|std::bad_alloc|\bMemoryError\b|cannot allocate memory|OutOf(Device|Host|Pool)Memory"
-            r"|(failed|unable) to allocate|alloc\w* (of \S+ bytes )?failed|(cuda|hip)ErrorMemoryAllocation|not enough memory",
+            r"|(failed|unable) to allocate|alloc\w* (of \S+ bytes )?failed|(cuda|hip)ErrorMemoryAllocation"
+            r"|not enough memory",
         ),
         (
             FaultKind.DEVICE_LOST,
@@ -47,8 +33,8 @@ LOG_TABLE: tuple[tuple[FaultKind, re.Pattern[str]], ...] = tuple(
         ),
         (
             FaultKind.RESET_CLASS,
-            r"VRAM is lost|GPU requires reset|reset required|ring \S+ timeout|\bXid\b.{0,40}\b(46|48|64|79|95|119|120)\b"
-            r"|uncorrectable ECC|(cuda|hip)ErrorECCUncorrectable",
+            r"VRAM is lost|GPU requires reset|reset required|ring \S+ timeout"
+            r"|\bXid\b.{0,40}\b(46|48|64|79|95|119|120)\b|uncorrectable ECC|(cuda|hip)ErrorECCUncorrectable",
         ),
         (
             FaultKind.STICKY_DEVICE,
@@ -79,13 +65,15 @@ _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "touched memory it does not have (SIGSEGV)",
     signal.SIGBUS: "lost the file under its mapped memory (SIGBUS: was the model file changed, or did its disk fail?)",
     signal.SIGILL: "met an instruction this processor does not know (SIGILL)",
+    signal.SIGXCPU: "used more processor time than it may (SIGXCPU)",
     signal.SIGFPE: "divided by zero (SIGFPE)",
 }
 
 _NOISE = re.compile(
-    r'^(\s*File ".*", line \d+|\s*\.\.\.|(Current )?[Tt]hread 0x|Extension modules:|Traceback \(|Fatal Python error|\s*<no Python frame>'
-    r"|\s*\^|Stack \(most recent)"
+    r'^(\s*File ".*", line \d+|\s*\.\.\.|(Current )?[Tt]hread 0x|Extension modules:|Traceback \(|Fatal Python error'
+    r"|\s*<no Python frame>|\s*\^|Stack \(most recent)"
 )
+"""Lines of a stack trace: where it died, not why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +150,10 @@ def last_words(lines: Sequence[str]) -> str | None:
 def oom_kills() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 where that is not told."""
     try:
-        with open("/proc/vmstat", encoding="ascii") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+        with Path("/proc/vmstat").open(encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
     except OSError:
-        pass
-    return 0
+        return 0
 
 
 def _from_log(lines: Sequence[str]) -> tuple[FaultKind | None, str | None]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from relevo.core.breaker import FaultKind
 from relevo.core.events import Heartbeat, Shutdown, StartFailed
-from relevo.replicas.death import Death, Evidence, FaultKind, explain, oom_kills
+from relevo.replicas.death import Death, Evidence, explain, oom_kills
 from relevo.replicas.liveness import TICK_S, Liveness, LivenessLimits, Sign
 from relevo.replicas.process import ProcessLimits, WorkerProcess
 from relevo.replicas.wire import Wire, WireError

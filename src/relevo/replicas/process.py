@@ -188,8 +188,7 @@ class WorkerProcess:
     async def wait_gone(self) -> None:
         """Wait until the leader was reaped and nobody else of its group is alive: its memory is free then."""
         await self._exited.wait()
-        while group_members(self.pid):
-            await asyncio.sleep(_POLL_S)
+        await _until_empty(self.pid)
 
     def abandon(self) -> None:
         """Stop watching a process that will not go (it hangs inside the kernel). Frees our descriptors."""
@@ -283,7 +282,7 @@ def start_time(pid: int) -> int | None:
     if sys.platform == "linux":
         fields = _stat_fields(pid)
         return int(fields[19]) if fields else None
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     try:
         return int(psutil.Process(pid).create_time() * 1000)
@@ -300,7 +299,7 @@ def group_members(group: int) -> list[int]:
     except PermissionError:
         pass  # macOS says so of a group of zombies
     if sys.platform != "linux":
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         alive = (p for p in psutil.process_iter(["status"]) if p.info["status"] != psutil.STATUS_ZOMBIE)
         return [p.pid for p in alive if _group_of(p.pid) == group]
@@ -325,10 +324,14 @@ async def kill_leftover(identity: Identity, timeout_s: float = 30.0) -> bool:
         os.killpg(identity.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while group_members(identity.pid):
-                await asyncio.sleep(_POLL_S)
+            await _until_empty(identity.pid)
             return True
     return False
+
+
+async def _until_empty(group: int) -> None:
+    while group_members(group):  # noqa: ASYNC110 - processes that are not our children announce nothing
+        await asyncio.sleep(_POLL_S)
 
 
 def _stat_fields(pid: int) -> list[str] | None:

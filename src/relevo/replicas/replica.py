@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from relevo.core.breaker import FaultKind
 from relevo.core.described import move
 from relevo.core.errors import RelevoError
 from relevo.core.events import (
@@ -26,7 +27,7 @@ from relevo.core.events import (
     Step,
     Submit,
 )
-from relevo.replicas.death import Death, FaultKind
+from relevo.replicas.death import Death
 from relevo.replicas.incarnation import Incarnation, LifeSettings
 from relevo.replicas.liveness import LivenessLimits, Sign
 from relevo.replicas.process import Identity, ProcessLimits, worker_command, worker_environment
