@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,11 @@ from relevo.core.events import MAX_FRAME_BYTES, Render, Rendered, Tokenize
 MAX_PAYLOAD_BYTES = 64 * 2**20
 
 Spillable = TypeVar("Spillable", Render, Tokenize, Rendered)
+_EMPTY: dict[type, dict[str, Any]] = {
+    Render: {"messages": [], "tools": None, "variables": {}},
+    Tokenize: {"text": ""},
+    Rendered: {"tokens": [], "text": None},
+}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -45,11 +50,7 @@ def spill(record: Spillable, folder: str | Path | None) -> Spillable:
             file.write(whole)
     except OSError as e:
         raise PayloadError(f"The payload file {path} cannot be written: {e.strerror or e}.") from None
-    if isinstance(record, Render):
-        return Render(record.call, [], payload_path=str(path))
-    if isinstance(record, Tokenize):
-        return Tokenize(record.call, "", payload_path=str(path))
-    return Rendered(record.call, [], payload_path=str(path))
+    return msgspec.structs.replace(record, payload_path=str(path), **_EMPTY[type(record)])
 
 
 def whole(record: Spillable, *, delete: bool = False) -> Spillable:
