@@ -130,7 +130,7 @@ def test_a_bad_probe_opens_it_again_for_twice_as_long() -> None:
     (opening,) = breaker.report_probe(probe(breaker, 5.0), False, 6.0)
     assert (opening.from_, opening.to, opening.next_probe_s) == (HALF_OPEN, OPEN, 10.0)
     assert repr(breaker) == (
-        "<Breaker gpu0 open since 6: A small real inference with a known answer did not give it., next probe at 16>"
+        "<Breaker gpu0 open since 6: A small real inference with a known answer did not give it, next probe at 16>"
     )
 
 

@@ -173,7 +173,7 @@ class Breaker:
             return f"<Breaker {self.name} closed>"
         held = f", {self.hold} by an operator" if self.hold is not None else ""
         probe = f", next probe at {self._next_probe_at:g}" if self._next_probe_at is not None else ""
-        return f"<Breaker {self.name} {self.state} since {self.since:g}: {self.cause}{held}{probe}>"
+        return f"<Breaker {self.name} {self.state} since {self.since:g}: {(self.cause or '').rstrip('.')}{held}{probe}>"
 
     # -- questions
 
