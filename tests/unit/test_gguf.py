@@ -7,13 +7,14 @@ import tempfile
 import tracemalloc
 from pathlib import Path
 
-import gguf_writer as w
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relevo.core.errors import ModelFileError
 from relevo.models.gguf import GgufHeader, LongArray, read_header
+
+from . import gguf_writer as w
 
 
 def read(data: bytes, tmp_path: Path) -> GgufHeader:
