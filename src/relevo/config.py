@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A table of the file. Unknown keys are mistakes."""
 
 
-class ServerConfig(_Section):
+class ServerConfig(_Section, frozen=True):
     """Where the service listens, and who may call it."""
 
     host: str = "127.0.0.1"
@@ -32,7 +32,7 @@ class ServerConfig(_Section):
     """Web origins that may call from a browser. Empty: none."""
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(_Section, frozen=True):
     """Walls around what a client may send. See docs/limits.md for the reasons."""
 
     body_bytes: PositiveInt = 8 * 2**20
@@ -53,7 +53,7 @@ class LimitsConfig(_Section):
     """Requests of one key that may be accepted and not yet ended."""
 
 
-class JournalConfig(_Section):
+class JournalConfig(_Section, frozen=True):
     """How long the record keeps results."""
 
     retention_s: PositiveSeconds = 24 * 3600.0
@@ -63,7 +63,7 @@ class JournalConfig(_Section):
     """A file given up when the disk is full, so that accepted work can end."""
 
 
-class DeviceConfig(_Section):
+class DeviceConfig(_Section, frozen=True):
     """A device with memory to lease. `emulated` computes on the CPU and says so everywhere."""
 
     kind: Literal["auto", "nvidia", "vulkan", "emulated"] = "auto"
@@ -75,7 +75,7 @@ class DeviceConfig(_Section):
     """Emulated only, for tests: use the twin's CPU library, so both routes are bit-equal."""
 
 
-class HostConfig(_Section):
+class HostConfig(_Section, frozen=True):
     """The host's memory, which the CPU route leases from."""
 
     budget_bytes: PositiveInt | None = None
@@ -84,7 +84,7 @@ class HostConfig(_Section):
     """MemAvailable never to go below. None: the larger of a tenth of RAM and 2 GiB (at most a quarter of RAM)."""
 
 
-class LaneConfig(_Section):
+class LaneConfig(_Section, frozen=True):
     """A bounded queue in front of a route."""
 
     queue: NonNegativeInt = 64
@@ -96,7 +96,7 @@ class LaneConfig(_Section):
     max_output_tokens: PositiveInt | None = None
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(_Section, frozen=True):
     """A model's sampling defaults, for what a request leaves out."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.8
@@ -109,12 +109,12 @@ class SamplingConfig(_Section):
     penalty_last_tokens: Annotated[int, Meta(ge=0, le=65536)] = 64
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     """One chat model, served on a GPU route (if a device is named) and on its CPU twin."""
 
     path: str
     device: str | None = "gpu0"
-    """Name of a `[devices.NAME]`. None: CPU only."""
+    """Name of a `[devices.NAME]`. None, written as "" in the file: CPU only."""
     aliases: list[Name] = []
     context_tokens: PositiveInt = 8192
     """KV cells of the GPU route: one pool in the fast profile, of each slot in the strict one."""
@@ -141,13 +141,13 @@ class ModelConfig(_Section):
     cpu_lane: LaneConfig = LaneConfig(queue=16)
 
 
-class EngineConfig(_Section):
+class EngineConfig(_Section, frozen=True):
     """Where the native libraries are. None: the fetched ones that fit this machine."""
 
     libraries: str | None = None
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """The whole file."""
 
     server: ServerConfig = ServerConfig()
@@ -168,12 +168,21 @@ def parse_config(text: str, source: str = "the configuration") -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{source} is not valid TOML: {e}.") from None
+    _empty_devices_are_none(raw)
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
         raise ConfigError(f"{source}: {e}.") from None
     check_config(config, source)
     return config
+
+
+def _empty_devices_are_none(raw: dict[str, Any]) -> None:
+    """TOML has no null: a model without a device says `device = ""`."""
+    models = raw.get("models")
+    for model in models.values() if isinstance(models, dict) else ():
+        if isinstance(model, dict) and model.get("device") == "":
+            model["device"] = None
 
 
 def load_config(path: Path) -> Config:
@@ -199,7 +208,7 @@ def check_config(config: Config, source: str) -> None:
             known = ", ".join(config.devices) or "none"
             raise ConfigError(
                 f"{source}: models.{name}.device is {model.device!r}, but no [devices.{model.device}] is described "
-                f"(known: {known}). Describe it, or leave `device` empty for CPU only."
+                f"(known: {known}). Describe it, or write `device = \"\"` for CPU only."
             )
         if model.kv_type != "f16" and not model.flash_attention:
             raise ConfigError(f"{source}: models.{name}.kv_type {model.kv_type} needs flash_attention = true.")

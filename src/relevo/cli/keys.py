@@ -24,6 +24,7 @@ app = cyclopts.App(
 @app.command
 def create(
     name: Annotated[str, Parameter(name="NAME", help="Whom the key is for, such as `open-webui`.")],
+    /,
     *,
     place: Place = NO_PLACE,
     json: Json = False,
@@ -71,6 +72,7 @@ def list_keys(*, place: Place = NO_PLACE, json: Json = False) -> int:
 @app.command
 def revoke(
     name: Annotated[str, Parameter(name="NAME", help="The key's name, its id, or the beginning of its id.")],
+    /,
     *,
     place: Place = NO_PLACE,
     json: Json = False,

@@ -79,7 +79,7 @@ def list_requests(
 
 
 @app.command
-def show(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+def show(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
     """Show one request: its states, its routes and its answer. Without a running service, from the journal."""
     from relevo.cli.running import ServiceDown, running
 
@@ -100,13 +100,13 @@ def show(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json =
 
 
 @app.command
-def cancel(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+def cancel(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
     """Cancel a request. Harmless when it has ended already."""
     return _change(place, request_id, "cancel", json)
 
 
 @app.command
-def resume(request_id: Id, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
+def resume(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
     """Take up a resumable request from its checkpoint: same id, next attempt."""
     return _change(place, request_id, "resume", json)
 

@@ -1,0 +1,67 @@
+"""`relevo doctor`: a line for each link of the chain, and what would mend it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relevo.cli.output import console, plain, print_json
+from relevo.cli.place import NO_PLACE, Json, Place, load_config_at
+
+if TYPE_CHECKING:
+    from relevo.config import Config
+
+_WIDTH = 14
+
+
+def doctor(*, place: Place = NO_PLACE, json: Json = False) -> int:
+    """Check every link of the chain on this machine, each with its fix. Changes nothing.
+
+    Exits 0 when all that is needed is fine, 1 otherwise.
+    """
+    checks = examine(place)
+    failed = [check for check in checks if not check["ok"]]
+    if json:
+        print_json({"ok": not failed, "checks": checks})
+        return 1 if failed else 0
+    from rich.text import Text
+
+    screen = console()
+    for check in checks:
+        mark = ("ok  ", "green") if check["ok"] else ("FIX ", "bold red")
+        screen.print(Text.assemble(mark, f"{plain(check['name']):<{_WIDTH}} {plain(check['found'])}"))
+        if check["fix"]:
+            screen.print(Text(f"    {'':<{_WIDTH}} {plain(check['fix'])}"))
+    screen.print("Everything needed is fine." if not failed else f"{len(failed)} to mend.")
+    return 1 if failed else 0
+
+
+def examine(place: Place) -> list[dict[str, Any]]:
+    """All checks as records. Never raises: a check that breaks is itself a finding."""
+    from relevo.config import Config
+
+    paths = place.paths()
+    checks: list[dict[str, Any]] = []
+    config: Config
+    try:
+        config = load_config_at(paths)
+        there = str(paths.config) if paths.config.exists() else f"none at {paths.config}: defaults apply"
+        checks.append(_check("configuration", True, there, ""))
+    except Exception as error:  # whatever it is, the other checks still help
+        config = Config()
+        checks.append(_check("configuration", False, str(error), f"Correct {paths.config}."))
+    try:
+        from relevo.setup.checks import run_checks
+
+        checks += [
+            _check(check.name, check.ok, check.found, check.fix or "")
+            for check in run_checks(config, paths.state, config.server.port)
+        ]
+    except Exception as error:
+        checks.append(
+            _check("checks", False, f"The checks broke off: {type(error).__name__}: {error}", "Please report this.")
+        )
+    return checks
+
+
+def _check(name: str, ok: bool, found: str, fix: str) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "found": found, "fix": fix or None}

@@ -1,0 +1,135 @@
+"""`relevo serve`: run the service in the foreground."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from relevo.cli.output import bytes_text, plain
+from relevo.cli.place import Place, load_config_at
+
+if TYPE_CHECKING:
+    from relevo.config import Config
+    from relevo.service.announcement import Announcement
+    from relevo.service.paths import Paths
+
+Demo = Annotated[
+    bool, Parameter(name="--demo", negative=(), show_default=False, help="Serve a small built-in model, on a GPU "
+                    "if one is usable, else on an emulated one.")
+]  # fmt: skip
+
+
+def serve(
+    *,
+    config: Annotated[Path | None, Parameter(help="Configuration file. Else RELEVO_CONFIG, else your own.")] = None,
+    demo: Demo = False,
+    host: Annotated[str | None, Parameter(help="Address to listen on, instead of the configuration's.")] = None,
+    port: Annotated[int | None, Parameter(help="Port to listen on; 0 lets the system choose.")] = None,
+    state: Annotated[Path | None, Parameter(help="State folder. Else RELEVO_STATE, else your own.")] = None,
+) -> int:
+    """Run the service until it is interrupted or told to stop.
+
+    Prints where it listens and what it has once it is ready. Exits 0 after a clean stop, 1 if it cannot start.
+    """
+    from relevo.service.run import run_service
+
+    paths = Place(state=state, config=config).paths()
+    loaded = override(load_config_at(paths), host=host, port=port)
+    if demo:
+        from relevo.cli.demo import demo_config
+
+        loaded = demo_config(loaded)
+    check_servable(loaded, paths)
+
+    def announce(said: Announcement) -> None:
+        print(render_announcement(said, paths), flush=True)
+
+    return run_service(loaded, paths, announce=announce)
+
+
+def override(config: Config, *, host: str | None, port: int | None) -> Config:
+    """What the command line says wins over the file. Raises ConfigError."""
+    import msgspec
+
+    from relevo.core.errors import ConfigError
+
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is not a port: it must be 0 to 65535.")
+    server = msgspec.structs.replace(
+        config.server,
+        host=config.server.host if host is None else host,
+        port=config.server.port if port is None else port,
+    )
+    return msgspec.structs.replace(config, server=server)
+
+
+def check_servable(config: Config, paths: Paths) -> None:
+    """There is a model to serve, and the server is not open to the network without a key. Raises ConfigError."""
+    from relevo.api.hosts import is_loopback
+    from relevo.api.keys import KeyRing
+    from relevo.core.errors import ConfigError
+
+    if not config.models:
+        raise ConfigError(
+            f"There is no model to serve: {paths.config} "
+            + ("names none" if paths.config.exists() else "does not exist")
+            + ". Add one with `relevo models add PATH`, or try `relevo serve --demo`."
+        )
+    if not is_loopback(config.server.host) and not KeyRing(paths.keys).required:
+        raise ConfigError(
+            f"The address {config.server.host} can be reached from the network, so a key is needed first: "
+            "`relevo keys create NAME` makes one."
+        )
+
+
+def render_announcement(said: Announcement, paths: Paths) -> str:
+    """What a person needs right after the start: the address, a line to try, what there is, where the state lies."""
+    lines = [f"Relevo is ready at {said.url}"]
+    lines += [f"  {line}" for line in map(device_line, said.status.get("devices") or [])]
+    lines += [f"  {line}" for line in map(model_line, said.models)]
+    lines.append(f"  state    {paths.state}")
+    if said.status.get("state") == "degraded" and said.status.get("reason"):
+        lines.append(f"  degraded {plain(str(said.status['reason']))}")
+    if said.models:
+        lines += ["", "Try it:", curl_line(said.url, str(said.models[0]["id"]), keys_required=said.keys_required)]
+    if said.keys_required:
+        lines.append("(RELEVO_KEY holds a key; `relevo keys create NAME` makes one.)")
+    lines += ["", "Look at it with `relevo status`; stop it with Ctrl-C."]
+    return "\n".join(lines)
+
+
+def device_line(device: dict[str, Any]) -> str:
+    """One device: what it is, whether it is emulated, how much memory it has."""
+    from relevo.cli.status import kind_text
+
+    return f"device   {plain(str(device.get('name')))}: {kind_text(device)}, {bytes_text(device.get('total_bytes'))}"
+
+
+def model_line(model: dict[str, Any]) -> str:
+    """One model and its routes."""
+    routes = [_route_text(route) for route in model.get("routes") or []]
+    return f"model    {plain(str(model['id']))}: " + (" and ".join(routes) or "no route")
+
+
+def _route_text(route: Any) -> str:
+    if not isinstance(route, dict):
+        return plain(str(route))
+    device = f" on {route['device']}" if route.get("device") else ""
+    return plain(f"{route.get('route') or route.get('name')}{device}")
+
+
+def curl_line(url: str, model: str, *, keys_required: bool) -> str:
+    """One line for a shell that asks the model something. The key stays in the environment, out of the history."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    key = ' -H "Authorization: Bearer $RELEVO_KEY"' if keys_required else ""
+    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {quote(body)}"
+
+
+def quote(text: str) -> str:
+    """As one word of a POSIX shell."""
+    import shlex
+
+    return shlex.quote(text)
