@@ -180,7 +180,12 @@ def run_tool(
         except OSError as e:
             raise FetchError(f"{what}: {command[0]} does not start: {e.strerror}.") from e
         late = threading.Event()
-        timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, stop)
         timer.start()
         try:
             for line in process.stdout or ():
