@@ -18,11 +18,11 @@ from relevo.replicas.state import ReplicaState
 
 from .fakes.replica_house import (
     House,
-    StubbornBackoff,
     make_replica,
     open_descriptors,
     process_exists,
     running,
+    short_backoff,
     submit,
     under_both_loops,
 )
@@ -149,11 +149,11 @@ def test_a_short_stop_only_makes_it_suspect() -> None:
 def test_a_starved_gateway_does_not_blame_the_worker() -> None:
     async def scenario() -> None:
         house = House()
-        replica = make_replica(house, {}, suspect_s=0.4, fence_s=0.8)
+        replica = make_replica(house, {}, suspect_s=0.4, fence_s=0.6)
         async with running(replica):
             await house.until("ready")
-            for _ in range(3):
-                time.sleep(0.9)  # the loop stands still for longer than the worker is trusted
+            for _ in range(2):
+                time.sleep(0.7)  # the loop stands still for longer than the worker is trusted
                 await asyncio.sleep(0)
             await asyncio.sleep(0.3)
             assert replica.state is ReplicaState.SERVING
@@ -179,7 +179,7 @@ def test_a_start_that_fails_tells_its_last_words_backs_off_gives_up_and_resumes(
     async def scenario() -> None:
         house = House()
         says = ["ggml_backend: nothing special", "the moon is in the wrong house"]
-        backoff = StubbornBackoff(3)
+        backoff = short_backoff(3)
         replica = make_replica(house, {"die": {"when": "load", "code": 7, "says": says}}, backoff=backoff)
         async with running(replica):
             _, sentence = await house.until("given_up")
@@ -189,7 +189,7 @@ def test_a_start_that_fails_tells_its_last_words_backs_off_gives_up_and_resumes(
             death = replica.last_death
             assert death is not None and death.code == 7 and "exit code 7" in death.cause
             await asyncio.sleep(0.1)
-            assert house.count("may_start") == 3
+            assert house.count("may_start") == 3 and "failed 3 times" in sentence
             replica.resume()
             await house.until("given_up", 2)
             assert house.count("may_start") == 6
@@ -223,7 +223,7 @@ def test_the_cause_of_a_failed_start_is_told(habits: dict[str, Any], kind: str, 
     async def scenario() -> None:
         house = House()
         house.limits = ProcessLimits(data_bytes=256 << 20, oom_score_adj=800)
-        async with running(make_replica(house, habits, backoff=StubbornBackoff(1))):
+        async with running(make_replica(house, habits, backoff=short_backoff(1))):
             _, _, death = await house.until("lost")
             assert death.kind == kind and words in death.cause, death
             await house.until("given_up")
@@ -259,7 +259,7 @@ def test_a_worker_that_talks_rubbish_is_cut_off(habits: dict[str, Any], words: s
 def test_a_worker_that_never_speaks_or_never_is_ready_is_given_a_limited_time() -> None:
     async def scenario(habits: dict[str, Any], **settings: float) -> str:
         house = House()
-        async with running(make_replica(house, habits, backoff=StubbornBackoff(1), **settings)):
+        async with running(make_replica(house, habits, backoff=short_backoff(1), **settings)):
             _, _, death = await house.until("lost")
             assert death.kind == "stall"
             return str(death.cause)
@@ -362,7 +362,7 @@ def test_a_probe_is_answered_or_ends_in_time() -> None:
 def test_a_program_that_cannot_be_started_is_a_death_like_any_other() -> None:
     async def scenario() -> None:
         house = House()
-        replica = make_replica(house, {}, command=lambda fd: ["/no/such/program"], backoff=StubbornBackoff(1))
+        replica = make_replica(house, {}, command=lambda fd: ["/no/such/program"], backoff=short_backoff(1))
         async with running(replica):
             await house.until("given_up")
             assert house.names() == ["may_start", "lost", "gone", "given_up"]
@@ -393,7 +393,7 @@ def test_a_mistake_of_the_owner_comes_out_of_run_after_everything_is_cleaned_up(
 def test_many_restarts_leave_no_descriptors_threads_or_processes() -> None:
     async def scenario() -> None:
         house = House()
-        replica = make_replica(house, {}, backoff=StubbornBackoff(100, 0.0))
+        replica = make_replica(house, {}, backoff=short_backoff(100, 0.001))
         pids = []
         async with running(replica):
             await house.until("ready")

@@ -21,7 +21,7 @@ NOISE = (
     ("line", "kind"),
     [
         ("CUDA error: out of memory", FaultKind.ALLOCATION),
-        ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory", FaultKind.ALLOCATION),
+        ("alloc_buffer: allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory", FaultKind.ALLOCATION),
         ("terminate called after throwing an instance of 'std::bad_alloc'", FaultKind.ALLOCATION),
         ("ggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory", FaultKind.ALLOCATION),
         ("ggml_aligned_malloc: insufficient memory (attempted to allocate 64.00 MB)", FaultKind.ALLOCATION),
@@ -32,6 +32,8 @@ NOISE = (
         ("CUDA error: no CUDA-capable device is detected", FaultKind.DEVICE_LOST),
         ("CUDA error: uncorrectable ECC error encountered", FaultKind.RESET_CLASS),
         ("CUDA error: the provided PTX was compiled with an unsupported toolchain.", FaultKind.WORKER_KILLED_BY_DEVICE),
+        ("ggml_vulkan: error device busy at ggml-vulkan.cpp:12", FaultKind.WORKER_KILLED_BY_DEVICE),
+        ("ggml_cuda_host_malloc: failed to allocate 64.00 MiB of pinned memory: x", FaultKind.UNCLASSIFIED_DEATH),
         ("GGML_ASSERT(n_tokens <= n_batch) failed", FaultKind.UNCLASSIFIED_DEATH),
     ],
 )  # fmt: skip
@@ -43,7 +45,9 @@ def test_the_words_of_drivers_and_engines_name_the_kind(line: str, kind: FaultKi
 
 
 def test_who_is_killed_from_outside_is_not_judged_by_what_it_wrote_before() -> None:
-    death = explain(Evidence(-signal.SIGKILL, ("CUDA error: out of memory, trying a smaller buffer",), was_ready=True), 1.0)
+    death = explain(
+        Evidence(-signal.SIGKILL, ("CUDA error: out of memory, trying a smaller buffer",), was_ready=True), 1.0
+    )
     assert death.kind is FaultKind.UNCLASSIFIED_DEATH
     assert death.cause == "The worker was killed from outside (SIGKILL)."
 

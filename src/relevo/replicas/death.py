@@ -24,7 +24,7 @@ LOG_TABLE: tuple[tuple[FaultKind, re.Pattern[str]], ...] = tuple(
             FaultKind.ALLOCATION,
             r"out of memory|std::bad_alloc|\bMemoryError\b|cannot allocate memory|OutOf(Device|Host|Pool)Memory"
             r"|(failed|unable) to allocate|alloc\w* (of \S+ bytes )?failed|(cuda|hip)ErrorMemoryAllocation"
-            r"|not enough memory",
+            r"|not enough memory|insufficient memory|failed to reserve memory",
         ),
         (
             FaultKind.DEVICE_LOST,
@@ -45,11 +45,14 @@ LOG_TABLE: tuple[tuple[FaultKind, re.Pattern[str]], ...] = tuple(
         ),
         (
             FaultKind.WORKER_KILLED_BY_DEVICE,
-            r"(CUDA|HIP|ROCm|hsa|cublas|hipblas|vulkan|vk::\w+)[ _]?(error|status)|CUBLAS_STATUS_",
+            r"(CUDA|HIP|ROCm|hsa|cublas|hipblas|ggml_vulkan:|vk::\w+)[ _]?(error|status)|CUBLAS_STATUS_",
         ),
     )
 )
 """First match wins; a row's words are those of the drivers and of ggml's backends."""
+
+_MENDED = re.compile(r"pinned memory|skipping|fallback|falling back|\bwarning\b", re.IGNORECASE)
+"""The engine went on after such a line: it names no cause."""
 
 START_TABLE: dict[str, FaultKind] = {
     "allocation": FaultKind.ALLOCATION,
@@ -157,7 +160,7 @@ def oom_kills() -> int:
 
 
 def _from_log(lines: Sequence[str]) -> tuple[FaultKind | None, str | None]:
-    recent = [line.strip() for line in lines[-_LINES_SEARCHED:]]
+    recent = [line.strip() for line in lines[-_LINES_SEARCHED:] if not _MENDED.search(line)]
     for kind, pattern in LOG_TABLE:
         for line in reversed(recent):
             if pattern.search(line):

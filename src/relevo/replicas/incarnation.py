@@ -54,8 +54,7 @@ class LifeSettings:
     environment: Mapping[str, str]
     incoming: Any
     """Union of the records the worker may send."""
-    liveness: LivenessLimits | None = field(default_factory=LivenessLimits)
-    """None: heartbeats are not watched."""
+    liveness: LivenessLimits = field(default_factory=LivenessLimits)
     start_silence_s: float = 20.0
     """Longest time without a heartbeat before the worker is ready (a cold disk, a driver waking up)."""
     load_timeout_s: float = 600.0
@@ -130,7 +129,7 @@ class Incarnation:
             suspect_s=self._settings.start_silence_s,
             fence_s=self._settings.start_silence_s,
         )
-        self._liveness = Liveness(waiting, now_s) if self._settings.liveness is not None else None
+        self._liveness = Liveness(waiting, now_s)
         self._timers.append(self._loop.call_later(self._settings.load_timeout_s, self._load_timed_out))
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
 
@@ -143,8 +142,7 @@ class Incarnation:
     def ready(self) -> None:
         """It proved that it can work: from now on it is watched more strictly, and its load time does not count."""
         self.is_ready = True
-        if self._settings.liveness is not None:
-            self._liveness = Liveness(self._settings.liveness, self._loop.time())
+        self._liveness = Liveness(self._settings.liveness, self._loop.time())
 
     def kill(self, reason: str, kind: FaultKind | None) -> None:
         """End it now by our own will. `kind` is what the breaker is to think of it; None: no fault."""
@@ -295,7 +293,7 @@ class Incarnation:
 
     def _circumstance(self, end: End) -> tuple[str | None, FaultKind | None]:
         settings = self._settings
-        patience = settings.liveness or LivenessLimits()
+        patience = settings.liveness
         silence_s = patience.fence_s if self.is_ready else settings.start_silence_s
         match end:
             case End.SILENT:

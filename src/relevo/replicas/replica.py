@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from relevo.core.backoff import Backoff, GivenUp
 from relevo.core.breaker import FaultKind
 from relevo.core.described import move
 from relevo.core.errors import RelevoError
@@ -102,6 +104,8 @@ class ReplicaSettings:
     extra_environment: Mapping[str, str] = field(default_factory=dict)
     command: Callable[[int], Sequence[str]] | None = None
     """Another program than the kind's own worker, given the socket's descriptor number."""
+    new_backoff: Callable[[str], Backoff] = Backoff
+    """Makes the replica's back-off, given the sentence that tells a person how to resume it."""
 
 
 class Replica:
@@ -117,8 +121,7 @@ class Replica:
         kind: str,
         plan: Callable[[], StartModel],
         events: ReplicaEvents,
-        settings: ReplicaSettings,
-        backoff: Any,
+        settings: ReplicaSettings | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -130,8 +133,10 @@ class Replica:
         """Loop time of the next start while it backs off."""
         self._plan = plan
         self._events = events
-        self._settings = settings
-        self._backoff = backoff
+        self._settings = settings or ReplicaSettings()
+        self._backoff = self._settings.new_backoff(
+            f"When its cause is mended, start it again with `relevo devices open {device}`."
+        )
         self._state = ReplicaState.STOPPED
         self._number = 0
         self._life: Incarnation | None = None
@@ -332,22 +337,19 @@ class Replica:
         """What comes between two lives: nothing, a back-off, or giving up."""
         if self._stopping or death.kind is None:
             return
-        delay_s = self._backoff.failed()
         loop = asyncio.get_running_loop()
-        if delay_s is None:
+        verdict = self._backoff.failed(loop.time(), random.random())  # noqa: S311 - spreads restarts, guards nothing
+        if isinstance(verdict, GivenUp):
             self._become(ReplicaState.GIVEN_UP)
-            sentence = (
-                f"{self.name} failed too often and is not started again. The last time: {death.cause} "
-                f"When that is mended, resume it with `relevo devices open {self.device}`."
-            )
+            sentence = f"{self.name} is given up. The last time: {death.cause} {verdict.sentence}"
             _log.error("%s", sentence)
             self._events.on_given_up(self, sentence)
             await self._wake.wait()
             return
         self._become(ReplicaState.WAITING)
-        self.next_start_at = loop.time() + delay_s
+        self.next_start_at = loop.time() + verdict.delay_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
+            async with asyncio.timeout(verdict.delay_s):
                 await self._wake.wait()
         self.next_start_at = None
 
@@ -396,7 +398,7 @@ class Replica:
             return
         self._life.ready()
         self._ready = ready
-        self._backoff.started()
+        self._backoff.serving(asyncio.get_running_loop().time())
         self._become(ReplicaState.SERVING)
         self._events.on_ready(self, ready)
 

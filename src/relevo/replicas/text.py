@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import shutil
 import signal
 import tempfile
@@ -25,6 +26,7 @@ from relevo.core.events import FromText, Render, Rendered, StartText, TextReady,
 from relevo.models.payload import PayloadError, spill, whole
 from relevo.replicas.death import Death
 from relevo.replicas.incarnation import Incarnation, LifeSettings
+from relevo.replicas.liveness import LivenessLimits
 from relevo.replicas.process import Identity, ProcessLimits, worker_command, worker_environment
 from relevo.replicas.wire import WireError
 
@@ -40,11 +42,14 @@ _LONGEST_DELAY_S = 5.0
 class TextSettings:
     """Limits of a text process. Seconds and bytes."""
 
-    call_timeout_s: float = 10.0
-    """Longest time of one call; after it the process is killed. Longer than its own limit, which it tells politely."""
+    call_timeout_s: float = 20.0
+    """Longest time of one call by the clock; after it the process is killed. Its own limits count processor time."""
+    silence_s: float = 5.0
+    """Longest time without a heartbeat."""
     start_timeout_s: float = 60.0
     """Longest time until it is ready, and longest wait of a call for that."""
-    limits: ProcessLimits = field(default_factory=lambda: ProcessLimits(data_bytes=2 << 30, oom_score_adj=300))
+    limits: ProcessLimits = field(default_factory=lambda: ProcessLimits(oom_score_adj=300))
+    """It bounds its own memory once it knows how much its model's vocabulary takes."""
     extra_environment: Mapping[str, str] = field(default_factory=dict)
     command: Callable[[int], Sequence[str]] | None = None
     """Another program than `relevo.workers.text`, given the socket's descriptor number."""
@@ -215,11 +220,12 @@ class TextProcess:
             life.abandon()
 
     def _life_settings(self) -> LifeSettings:
+        silence_s = self._settings.silence_s
         return LifeSettings(
             command=self._settings.command or (lambda fd: worker_command("text", fd)),
             environment=worker_environment(1, self._settings.extra_environment),
             incoming=FromText,
-            liveness=None,  # its calls have time-outs of their own
+            liveness=LivenessLimits(suspect_s=silence_s, fence_s=silence_s, step_deadline_s=math.inf),
             load_timeout_s=self._settings.start_timeout_s,
         )
 

@@ -1,10 +1,12 @@
 """A small worker with every bad habit. Started like a real one; its habits come as JSON in FAKE_HABITS.
 
-Habits (all optional): `ready_after_s`, `refuse` [code, message], `die` {"when", "code" | "signal" | "oom", "says"} with
-`when` one of start, load, submit, `lie` (answers probes wrongly), `garbage` (bytes, hex, sent on submit),
-`close_socket`, `stop_itself` (SIGSTOP on submit), `deaf` (ignores SIGTERM and Shutdown), `grandchild` (path of a file for its pid),
-`step_forever` (claims an endless step), `tokens`, `token_s`, `mute` (no heartbeats), `flood` (steps, as fast as it can), `pieces` (of each of those),
-`probe_s`, `hold_bytes` (of memory).
+Habits, all optional:
+  ready_after_s, hold_bytes (of memory, touched), refuse [code, message], mute (no heartbeats)
+  die {"when": start | load | submit, "code" or "signal" or "oom", "says": lines}
+  grandchild (path of a file for its pid), deaf (ignores SIGTERM and Shutdown)
+  tokens, token_s (of each), step_forever (claims an endless step), stop_itself (SIGSTOP on submit)
+  lie (answers probes wrongly), probe_s, garbage (hex, sent on submit), close_socket (on submit)
+  flood (steps on submit, as fast as it can), pieces (of each of those)
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from relevo.core import events as e
 from relevo.workers.frames import FrameSocket
@@ -141,8 +144,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "grandchild" in HABITS:
         child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"])
-        with open(HABITS["grandchild"], "w") as file:
-            file.write(str(child.pid))
+        Path(HABITS["grandchild"]).write_text(str(child.pid))
     die("start")
     fake = Fake(fd)
     if not HABITS.get("mute"):

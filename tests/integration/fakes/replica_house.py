@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from relevo.core.backoff import Backoff
 from relevo.core.events import ChoiceStart, Sampling, StartModel, Submit
 from relevo.replicas.liveness import LivenessLimits
 from relevo.replicas.process import ProcessLimits
@@ -19,23 +19,9 @@ from relevo.replicas.replica import Replica, ReplicaSettings
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
 
-class StubbornBackoff:
-    """Short delays, so that tests are; gives up after `patience` failures in a row."""
-
-    def __init__(self, patience: int = 3, delay_s: float = 0.02) -> None:
-        self.patience = patience
-        self.delay_s = delay_s
-        self.failures = 0
-
-    def failed(self) -> float | None:
-        self.failures += 1
-        return self.delay_s if self.failures < self.patience else None
-
-    def started(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        self.failures = 0
+def short_backoff(give_up_after: int = 3, first_s: float = 0.02) -> Callable[[str], Backoff]:
+    """Short delays, so that tests are short."""
+    return lambda resume: Backoff(resume, first_s=first_s, give_up_after=give_up_after)
 
 
 class House:
@@ -115,7 +101,7 @@ def make_replica(
     house: House,
     habits: dict[str, Any],
     *,
-    backoff: Any = None,
+    backoff: Callable[[str], Backoff] | None = None,
     suspect_s: float = 0.5,
     fence_s: float = 1.0,
     step_deadline_s: float = 60.0,
@@ -134,9 +120,9 @@ def make_replica(
             liveness=liveness,
             extra_environment={"FAKE_HABITS": json.dumps(habits)},
             command=settings.pop("command", fake_command),
+            new_backoff=backoff or short_backoff(),
             **settings,
         ),
-        backoff=backoff or StubbornBackoff(),
     )
 
 
@@ -164,11 +150,10 @@ def under_both_loops(test: Callable[[], Any]) -> None:
 def process_exists(pid: int) -> bool:
     """Whether a process runs under this pid. Zombies do not."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
