@@ -134,7 +134,7 @@ class Forecast:
         return self._weight * min(1.0, tokens / _FULL_WEIGHT_TOKENS)
 
     def rates(self, route: str, concurrency: int) -> Rates | None:
-        """What is known at this concurrency, else at the nearest one learned; None before prompt and output were seen."""
+        """What is known at this concurrency, else at the nearest learned; None before prompt and output were seen."""
         complete = {
             level: learned
             for level, learned in self._learned.get(route, {}).items()
