@@ -73,7 +73,7 @@ def prepare(client: Client, place: ServicePlace, host: str | None) -> Connection
     from relevo.cli.running import find_url
 
     paths = place.paths()
-    config = place.load()
+    config = place.load(may_be_missing=True)
     url, running = find_url(place)
     listens = urlsplit(url)
     open_to_all = not is_loopback(config.server.host) if not running else not is_loopback(listens.hostname or "")

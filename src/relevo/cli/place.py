@@ -29,9 +29,14 @@ class Place:
 
         return find_paths(state=self.state, config=self.config)
 
-    def load(self) -> Config:
-        """The configuration. Raises ConfigError."""
-        return load_config_at(self.paths())
+    def load(self, *, may_be_missing: bool = False) -> Config:
+        """The configuration. Raises ConfigError. `may_be_missing`: a named file that is not there is about to be made."""
+        from relevo.config import Config
+
+        paths = self.paths()
+        if may_be_missing and not paths.config.exists():
+            return Config()
+        return load_config_at(paths)
 
 
 @Parameter(name="*")

@@ -34,6 +34,8 @@ Limit = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1, lte
 _FROM_JOURNAL = "No service is running here: this is read from the journal in {state}."
 _ID_LETTERS = 36
 _SEARCHED = 1000
+_CANCEL_S = 30.0
+_RESUME_S = 3600.0  # the answer comes when the request has ended
 
 
 @app.command(name="list")
@@ -107,25 +109,25 @@ def cancel(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: J
 
 @app.command
 def resume(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -> int:
-    """Take up a resumable request from its checkpoint: same id, next attempt."""
+    """Take up a resumable request from its checkpoint (same id, next attempt), and show its answer."""
     return _change(place, request_id, "resume", json)
 
 
 def _change(place: ServicePlace, request_id: str, verb: str, as_json: bool) -> int:
     from relevo.cli.running import running
 
-    with running(place) as service:
+    with running(place, timeout_s=_RESUME_S if verb == "resume" else _CANCEL_S) as service:
         whole = _whole_id(service, request_id)
         record = dict(service.post(f"/relevo/v1/requests/{whole}/{verb}"))
     if as_json:
         print_json(record)
+    elif verb == "resume":
+        _print_record(console(), record)
     else:
         reason = f" ({short(record['reason'])})" if record.get("reason") else ""
         console().print(
             f"{plain(str(record.get('id', whole)))} is {plain(str(record.get('state', 'changed')))}{reason}."
         )
-        if verb == "resume":
-            console().print(f"Follow it with: relevo requests show {whole}")
     return 0
 
 
@@ -169,7 +171,7 @@ def _journaled_list(place: ServicePlace, limit: int, state: str | None, down: Ex
 
     _check_journal(place, down)
     with JournalReader(place.paths().state) as reader:
-        return [_summary_view(summary) for summary in reader.list_requests(limit=limit, state=state)]
+        return [_summary_view(summary) for summary in reader.summaries(limit=limit, state=state)]
 
 
 def _journaled(place: ServicePlace, request_id: str, down: Exception) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _journaled(place: ServicePlace, request_id: str, down: Exception) -> dict[st
     with JournalReader(place.paths().state) as reader:
         whole = request_id
         if len(request_id) < _ID_LETTERS and request_id.startswith("req_"):
-            whole = _only(request_id, [summary.id for summary in reader.list_requests(limit=_SEARCHED)])
+            whole = _only(request_id, [summary.id for summary in reader.summaries(limit=_SEARCHED)])
         record = reader.get(whole)
         if record is None:
             raise RequestNotFound(

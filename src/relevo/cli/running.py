@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from relevo.cli.place import ServicePlace, load_config_at
 from relevo.core.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
-    import httpx2
+    from pathlib import Path
 
-    from relevo.service.paths import Paths
+    import httpx2
 
 KEY_VARIABLE = "RELEVO_KEY"
 URL_VARIABLE = "RELEVO_URL"
@@ -42,8 +41,7 @@ def find_url(place: ServicePlace) -> tuple[str, bool]:
     named = place.url or os.environ.get(URL_VARIABLE)
     if named:
         return named.rstrip("/"), False
-    paths = place.paths()
-    written = _written_url(paths)
+    written = written_url(place.paths().state)
     if written:
         return written.rstrip("/"), True
     return configured_url(place), False
@@ -66,23 +64,15 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
-def _written_url(paths: Paths) -> str | None:
-    """What the holder of the state folder says of itself; None where nobody holds it.
+def written_url(state: Path) -> str | None:
+    """Where the holder of the state folder says that it answers; None where nobody holds it.
 
-    A file that a crash left behind is not believed.
+    The lock tells, so what a crash left behind is not believed.
     """
     from relevo.journal.folder import read_holder
 
-    holder = read_holder(paths.state)
-    if holder is None:
-        return None
-    try:
-        written = json.loads(paths.service.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        written = None
-    if isinstance(written, dict) and isinstance(written.get("url"), str) and written.get("pid") in (holder.pid, None):
-        return str(written["url"])
-    return holder.address
+    holder = read_holder(state)
+    return None if holder is None else holder.address
 
 
 class Service:

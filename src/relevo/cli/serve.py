@@ -13,8 +13,8 @@ from relevo.cli.place import Place, load_config_at
 
 if TYPE_CHECKING:
     from relevo.config import Config
-    from relevo.service.announcement import Announcement
     from relevo.service.paths import Paths
+    from relevo.service.run import Announcement
 
 Demo = Annotated[
     bool, Parameter(name="--demo", negative=(), show_default=False, help="Serve a small built-in model, on a GPU "
@@ -34,20 +34,22 @@ def serve(
 
     Prints where it listens and what it has once it is ready. Exits 0 after a clean stop, 1 if it cannot start.
     """
-    from relevo.service.run import run_service
-
     paths = Place(state=state, config=config).paths()
     loaded = override(load_config_at(paths), host=host, port=port)
     if demo:
         from relevo.cli.demo import demo_config
 
         loaded = demo_config(loaded)
-    check_servable(loaded, paths)
+    check_models(loaded, paths)
+
+    from relevo.cli.front import open_front
+    from relevo.service.run import configure_logging, run_service
 
     def announce(said: Announcement) -> None:
-        print(render_announcement(said, paths), flush=True)
+        print(render_announcement(said), flush=True)
 
-    return run_service(loaded, paths, announce=announce)
+    configure_logging()
+    return run_service(loaded, paths, announce=announce, listen=lambda: open_front(loaded, paths))
 
 
 def override(config: Config, *, host: str | None, port: int | None) -> Config:
@@ -66,36 +68,30 @@ def override(config: Config, *, host: str | None, port: int | None) -> Config:
     return msgspec.structs.replace(config, server=server)
 
 
-def check_servable(config: Config, paths: Paths) -> None:
-    """There is a model to serve, and the server is not open to the network without a key. Raises ConfigError."""
-    from relevo.api.hosts import is_loopback
-    from relevo.api.keys import KeyRing
+def check_models(config: Config, paths: Paths) -> None:
+    """There is a model to serve. Raises ConfigError."""
     from relevo.core.errors import ConfigError
 
     if not config.models:
+        there = "names none" if paths.config.exists() else "does not exist"
         raise ConfigError(
-            f"There is no model to serve: {paths.config} "
-            + ("names none" if paths.config.exists() else "does not exist")
-            + ". Add one with `relevo models add PATH`, or try `relevo serve --demo`."
-        )
-    if not is_loopback(config.server.host) and not KeyRing(paths.keys).required:
-        raise ConfigError(
-            f"The address {config.server.host} can be reached from the network, so a key is needed first: "
-            "`relevo keys create NAME` makes one."
+            f"There is no model to serve: {paths.config} {there}. "
+            "Add one with `relevo models add PATH`, or try `relevo serve --demo`."
         )
 
 
-def render_announcement(said: Announcement, paths: Paths) -> str:
+def render_announcement(said: Announcement) -> str:
     """What a person needs right after the start: the address, a line to try, what there is, where the state lies."""
     lines = [f"Relevo is ready at {said.url}"]
-    lines += [f"  {line}" for line in map(device_line, said.status.get("devices") or [])]
-    lines += [f"  {line}" for line in map(model_line, said.models)]
-    lines.append(f"  state    {paths.state}")
-    if said.status.get("state") == "degraded" and said.status.get("reason"):
-        lines.append(f"  degraded {plain(str(said.status['reason']))}")
+    lines += [f"  {device_line(device)}" for device in said.devices]
+    lines += [f"  {model_line(model)}" for model in said.models]
+    lines.append(f"  state    {said.state}")
+    if said.recovered:
+        lines.append(f"  {said.recovered} request(s) of an earlier run were taken up again: `relevo requests list`")
+    lines += [f"  WARNING  {plain(warning)}" for warning in said.warnings]
     if said.models:
-        lines += ["", "Try it:", curl_line(said.url, str(said.models[0]["id"]), keys_required=said.keys_required)]
-    if said.keys_required:
+        lines += ["", "Try it:", curl_line(said.url, str(said.models[0]["id"]), keys=said.keys)]
+    if said.keys:
         lines.append("(RELEVO_KEY holds a key; `relevo keys create NAME` makes one.)")
     lines += ["", "Look at it with `relevo status`; stop it with Ctrl-C."]
     return "\n".join(lines)
@@ -121,11 +117,11 @@ def _route_text(route: Any) -> str:
     return plain(f"{route.get('route') or route.get('name')}{device}")
 
 
-def curl_line(url: str, model: str, *, keys_required: bool) -> str:
+def curl_line(url: str, model: str, *, keys: bool) -> str:
     """One line for a shell that asks the model something. The key stays in the environment, out of the history."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
-    key = ' -H "Authorization: Bearer $RELEVO_KEY"' if keys_required else ""
-    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {quote(body)}"
+    header = ' -H "Authorization: Bearer $RELEVO_KEY"' if keys else ""
+    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d {quote(body)}"
 
 
 def quote(text: str) -> str:

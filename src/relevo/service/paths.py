@@ -32,11 +32,6 @@ class Paths:
         """The file of key hashes."""
         return self.state / "keys.json"
 
-    @property
-    def service(self) -> Path:
-        """What the running service writes about itself: `{pid, url}`. Its presence alone proves nothing."""
-        return self.state / "service.json"
-
 
 def find_paths(
     *, state: Path | None = None, config: Path | None = None, environment: Mapping[str, str] | None = None
