@@ -72,7 +72,9 @@ class House:
         lines |= {name.replace("_", "-"): value for name, value in headers.items()}
         if method == "POST":
             lines.setdefault("content-length", str(len(sent)))
-        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+        )
         return split_answer(self.raw(head.encode() + sent))
 
 
@@ -123,7 +125,11 @@ def post(path: str, body: bytes, port: int, *more: str) -> bytes:
 
 @contextlib.contextmanager
 def open_house(
-    service: FakeService | None = None, config: Config | None = None, keys: Path | None = None, pace: Pace = QUICK, **parser: float
+    service: FakeService | None = None,
+    config: Config | None = None,
+    keys: Path | None = None,
+    pace: Pace = QUICK,
+    **parser: float,
 ) -> Iterator[House]:
     """Run the server in a thread until the block ends."""
     ready = threading.Event()

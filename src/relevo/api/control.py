@@ -18,6 +18,7 @@ from relevo.api.openai_chat import ChatStream, chat_answer
 from relevo.api.openai_chat import answer_id as chat_id
 from relevo.api.openai_completion import CompletionStream, completion_answer
 from relevo.api.openai_completion import answer_id as completion_id
+from relevo.api.relevo_headers import relevo_headers
 from relevo.api.route import Access, GuardedRoute
 from relevo.api.sse import EventWriter
 from relevo.core.errors import BadRequest, RequestNotFound
@@ -80,7 +81,11 @@ class ControlRoutes:
         await call.reply_json(await self._front.service.cancel_request(call.sees, _request_id(call)))
 
     async def resume(self, call: Call) -> None:
-        """Take up a resumable request; the rest comes as a stream if asked, in the dialect the request came in."""
+        """Take up a resumable request.
+
+        With `stream: true` the rest comes as a stream in the dialect the request came in; else this waits for
+        the end and gives the record with the dialect's `answer` in it.
+        """
         front = self._front
         request_id = _request_id(call)
         body = await read_object(call, front.config.limits, empty=True)
@@ -100,10 +105,11 @@ class ControlRoutes:
                     kind(answer(request_id), ticket.created, model, choices=choices, include_usage=True), hangup
                 )
                 return
+            collected, ended = await delivery.gather(choices, hangup)
             whole = chat_answer if chat else completion_answer
-            await delivery.collect(
-                choices, lambda got, ended: whole(request_id, ticket.created, model, got, ended), hangup
-            )
+            answer_body = whole(request_id, ticket.created, model, collected, ended)
+            record = await front.service.get_request(call.sees, request_id)
+            await call.reply_json({**record, "answer": msgspec.Raw(answer_body)}, headers=relevo_headers(ended.relevo))
 
     async def request_events(self, call: Call) -> None:
         """A request's events with their numbers; `Last-Event-ID` goes on after the one named."""

@@ -114,14 +114,19 @@ class Delivery:
 
     async def collect(self, choices: int, write: Write, hangup: Hangup) -> None:
         """Wait for the end and answer with one JSON body. Raises EndedUnfinished for any other end than completed."""
+        collected, ended = await self.gather(choices, hangup)
+        headers = relevo_headers(ended.relevo, replayed=self._ticket.replayed)
+        await self._call.reply(200, write(collected, ended), b"application/json", headers)
+
+    async def gather(self, choices: int, hangup: Hangup) -> tuple[Collected, Ended]:
+        """Wait for the end, without answering yet. Raises EndedUnfinished for any other end than completed."""
         collected = Collected(choices)
         await self._beside(self._gather(collected), hangup.raise_when_gone())
         ended = self._ended
         assert ended is not None
         if ended.state != "completed":
             raise EndedUnfinished(ended)
-        headers = relevo_headers(ended.relevo, replayed=self._ticket.replayed)
-        await self._call.reply(200, write(collected, ended), b"application/json", headers)
+        return collected, ended
 
     async def stream(self, dialect: TextStream, hangup: Hangup) -> None:
         """Send events as they come. Raises EndedUnfinished only while no header was sent."""

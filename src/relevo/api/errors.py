@@ -41,7 +41,7 @@ class EndedUnfinished(RelevoError):
         self.status = kind.status  # type: ignore[misc]  # of this one error, not of the class
         self.type = str(error.pop("type", None) or kind.type)  # type: ignore[misc]
         self.code = str(error.pop("code", None) or kind.code)  # type: ignore[misc]
-        self.retry = kind.retry  # type: ignore[misc]
+        self.retry = bool(kind.retry)  # type: ignore[misc]  # work that was accepted is not blindly begun anew
         self.param = error.pop("param", None)
         self.more = error
         self.relevo = ended.relevo

@@ -172,7 +172,7 @@ def plain_mistake(message: str) -> BadRequest:
     if missing is not None:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return BadRequest(f"`{param}` is missing.", param=param)
-    what = _TYPES.sub(lambda m: " or ".join(_WORDS.get(word.strip(), word.strip()) for word in m[1].split("|")), what)
+    what = _TYPES.sub(_type_words, what)
     for sign, words in (("<= ", "of at most "), (">= ", "of at least "), ("< ", "below "), ("> ", "above ")):
         what = what.replace(sign, words)
     what = what.replace(".0", "") if what.endswith(".0") else what
@@ -180,3 +180,10 @@ def plain_mistake(message: str) -> BadRequest:
     return BadRequest(
         f"`{path}` is not valid: {what}." if path else f"The body is not valid: {what}.", param=path or None
     )
+
+
+def _type_words(match: re.Match[str]) -> str:
+    """`int | null` as `a whole number`: null is what one leaves out, not what is expected."""
+    kinds = [kind.strip() for kind in match[1].split("|")]
+    shown = [kind for kind in kinds if kind != "null"] or kinds
+    return " or ".join(_WORDS.get(kind, kind) for kind in shown)
