@@ -31,6 +31,7 @@ WRITER_PRAGMAS = (
     "PRAGMA trusted_schema = OFF",
     "PRAGMA cell_size_check = ON",
     "PRAGMA temp_store = MEMORY",
+    "PRAGMA secure_delete = ON",  # blanked means gone: freed space is overwritten with zeros
     # Checkpoints are our own: SQLite hides the errors of automatic ones, and a sync that failed
     # there and succeeds when repeated has lost pages.
     "PRAGMA wal_autocheckpoint = 0",
