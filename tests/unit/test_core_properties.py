@@ -1,0 +1,606 @@
+"""Whatever the order of events, the promises hold: each state machine against a naive model.
+
+The quick profile runs with every commit; `-m proof` runs the same machines far longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from relevo.core.admission import Admit, Delay, Policy, Redirect, RouteState, RouteView, Weighed, decide
+from relevo.core.breaker import DEVICE_THRESHOLDS, Breaker, BreakerState, FaultKind, Permit
+from relevo.core.cells import CellLease, CellPool, CellShortfall
+from relevo.core.errors import OurBug
+from relevo.core.forecast import Rates
+from relevo.core.handover import (
+    BecomeResumable,
+    Continue,
+    Fail,
+    Grade,
+    LostAttempt,
+    Requeue,
+    Restart,
+    Way,
+    Wish,
+    on_gateway_restart,
+    on_route_lost,
+)
+from relevo.core.lane import Full, Lane
+from relevo.core.ledger import Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.request import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, advance
+
+QUICK = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+THOROUGH = settings(
+    max_examples=3000, stateful_step_count=80, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+TOTAL = 1000
+RESERVED = 30
+HEADROOM = 70
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A card with a real use per lease and a neighbour, against the ledger that only sees sums.
+
+    The card is exact: each process uses what the model says, and readings are taken of that. A neighbour may take
+    only what is free on the card, as a real one does.
+    """
+
+    held = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ledger = Ledger("gpu0", headroom_bytes=HEADROOM)
+        self.use: dict[int, int] = {}  # lease number -> bytes its process uses now
+        self.neighbour = 0
+        self.released: list[Lease] = []
+
+    def read(self) -> None:
+        used = sum(self.use.values()) + self.neighbour
+        self.ledger.observe(Reading(TOTAL, TOTAL - RESERVED - used, RESERVED, read_at=self.now))
+
+    @initialize(neighbour=st.integers(0, 400))
+    def start(self, neighbour: int) -> None:
+        self.neighbour = neighbour
+        self.read()
+
+    @rule(passed=st.floats(0.1, 20.0))
+    def read_the_device(self, passed: float) -> None:
+        self.now += passed
+        self.read()
+
+    @rule(target=held, bytes_=st.integers(0, 700))
+    def request(self, bytes_: int) -> Any:
+        self.read()
+        before, available = self.ledger.leased_bytes, self.ledger.available_bytes
+        answer = self.ledger.request("holder", bytes_, self.now)
+        assert available is not None
+        assert isinstance(answer, Lease) == (bytes_ <= available)
+        if isinstance(answer, Shortfall):
+            assert self.ledger.leased_bytes == before
+            return None
+        self.use[answer.number] = 0
+        assert self.ledger.leased_bytes == before + bytes_
+        # The promise itself: what is leased, what the driver keeps and the headroom fit on the card. While no load is
+        # under way the neighbour is known, too.
+        assert self.ledger.leased_bytes <= TOTAL - RESERVED - HEADROOM
+        if all(lease.state is LeaseState.SETTLED for lease in self.ledger.leases if lease is not answer):
+            assert self.ledger.leased_bytes + self.neighbour <= TOTAL - RESERVED - HEADROOM
+        return answer
+
+    @rule(lease=held, share=st.floats(0, 1))
+    def grow(self, lease: Lease | None, share: float) -> None:
+        """A process allocates; never more than it leased."""
+        if lease is not None and lease.number in self.use and lease.state is not LeaseState.DRAINING:
+            self.use[lease.number] = max(self.use[lease.number], int(lease.bytes_ * share))
+            if lease.state is LeaseState.SETTLED:
+                self.ledger.recount(lease, self.use[lease.number])
+
+    @rule(lease=held)
+    def settle(self, lease: Lease | None) -> None:
+        if lease is not None and lease.state in (LeaseState.GRANTED, LeaseState.UNVERIFIED):
+            self.ledger.settle(lease, self.use[lease.number])
+
+    @rule(lease=held)
+    def drain(self, lease: Lease | None) -> None:
+        if lease is not None and lease.state is not LeaseState.RELEASED:
+            self.ledger.drain(lease)
+
+    @rule(lease=consumes(held))
+    def release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            del self.use[lease.number]
+            self.ledger.release(lease)
+            self.released.append(lease)
+
+    @precondition(lambda self: self.released)
+    @rule(pick=st.integers(0, 10**6))
+    def release_again(self, pick: int) -> None:
+        lease, before = self.released[pick % len(self.released)], self.ledger.leased_bytes
+        with pytest.raises(OurBug):
+            self.ledger.release(lease)
+        assert self.ledger.leased_bytes == before
+
+    @rule(wanted=st.integers(0, 500))
+    def neighbour_moves(self, wanted: int) -> None:
+        free = TOTAL - RESERVED - sum(self.use.values())
+        self.neighbour = min(wanted, free)
+
+    @invariant()
+    def what_is_leased_is_what_the_model_holds(self) -> None:
+        assert {lease.number for lease in self.ledger.leases} == set(self.use)
+        assert self.ledger.leased_bytes == sum(lease.bytes_ for lease in self.ledger.leases)
+
+    @invariant()
+    def figures_are_sane(self) -> None:
+        available, pressure = self.ledger.available_bytes, self.ledger.pressure
+        if available is not None:
+            assert 0 <= available <= TOTAL - RESERVED - HEADROOM
+            assert pressure is not None
+            assert 0 <= pressure <= 1
+
+    def teardown(self) -> None:
+        for lease in self.ledger.leases:
+            self.ledger.release(lease)
+        assert self.ledger.leased_bytes == 0
+        self.use.clear()
+        self.neighbour = 0
+        # Nobody is there any more: within a few readings everything is available again.
+        for _ in range(40):
+            self.now += 10.0
+            self.read()
+        assert self.ledger.available_bytes == TOTAL - RESERVED - HEADROOM
+
+
+class CellMachine(RuleBasedStateMachine):
+    """Both kinds of pool, against a list of what was leased."""
+
+    held = Bundle("held")
+
+    @initialize(cells=st.integers(1, 300), slots=st.integers(1, 6), shared=st.booleans())
+    def start(self, cells: int, slots: int, shared: bool) -> None:
+        self.cells, self.slots, self.shared = cells, slots, shared
+        self.pool = CellPool(cells, slots, shared)
+        self.model: dict[int, tuple[int, list[int]]] = {}
+
+    def cost(self, prompt: int, outputs: list[int]) -> int:
+        return prompt + sum(outputs) if self.shared else self.cells * len(outputs)
+
+    @rule(target=held, prompt=st.integers(0, 200), outputs=st.lists(st.integers(0, 120), min_size=1, max_size=7))
+    def lease(self, prompt: int, outputs: list[int]) -> Any:
+        total = self.cells if self.shared else self.cells * self.slots
+        used = sum(self.cost(*each) for each in self.model.values())
+        slots_used = sum(len(each[1]) for each in self.model.values())
+        in_one = prompt + sum(outputs) if self.shared else prompt + max(outputs)
+        possible = (
+            in_one <= self.cells
+            and used + self.cost(prompt, outputs) <= total
+            and slots_used + len(outputs) <= self.slots
+        )
+        assert self.pool.fits_now(prompt, outputs) == possible
+        answer = self.pool.lease("req", prompt, outputs)
+        assert isinstance(answer, CellLease) == possible
+        if isinstance(answer, CellShortfall):
+            assert answer.ever == (in_one <= self.cells and len(outputs) <= self.slots)
+            return None
+        self.model[answer.number] = (prompt, outputs)
+        return answer
+
+    @rule(lease=consumes(held), again=st.booleans())
+    def release(self, lease: CellLease | None, again: bool) -> None:
+        if lease is not None:
+            self.pool.release(lease)
+            del self.model[lease.number]
+            if again:
+                with pytest.raises(OurBug):
+                    self.pool.release(lease)
+
+    @invariant()
+    def never_over_capacity(self) -> None:
+        if hasattr(self, "pool"):
+            assert 0 <= self.pool.free_cells == self.pool.total_cells - sum(self.cost(*e) for e in self.model.values())
+            assert 0 <= self.pool.free_slots == self.slots - sum(len(e[1]) for e in self.model.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for lease in self.pool.leases:
+                self.pool.release(lease)
+            assert (self.pool.free_cells, self.pool.free_slots) == (self.pool.total_cells, self.slots)
+
+
+class LaneMachine(RuleBasedStateMachine):
+    """A lane against two lists and a set."""
+
+    names = st.integers(0, 12).map(lambda n: f"req_{n}")
+
+    @initialize(queue_limit=st.integers(0, 5), concurrency=st.integers(1, 3), handover=st.none() | st.integers(0, 3))
+    def start(self, queue_limit: int, concurrency: int, handover: int | None) -> None:
+        self.lane = Lane("cpu", queue_limit, concurrency, handover)
+        self.now = 0.0
+        self.moved: list[tuple[str, float]] = []
+        self.line: list[tuple[str, float]] = []
+        self.runs: set[str] = set()
+
+    def known(self) -> set[str]:
+        return {name for name, _ in self.moved + self.line} | self.runs
+
+    @rule(name=names, wait=st.floats(0.0, 10.0), handed_over=st.booleans())
+    def enter(self, name: str, wait: float, handed_over: bool) -> None:
+        if name in self.known():
+            with pytest.raises(OurBug):
+                self.lane.enter(name, self.now, None, handed_over=handed_over)
+            return
+        where = self.moved if handed_over else self.line
+        limit = self.lane.handover_limit if handed_over else self.lane.queue_limit
+        answer = self.lane.enter(name, self.now, self.now + wait, handed_over=handed_over)
+        if limit is not None and len(where) >= limit:
+            assert isinstance(answer, Full)
+        else:
+            where.append((name, self.now + wait))
+            assert not isinstance(answer, Full)
+            assert answer.position == self.lane.position(name)
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        assert self.lane.leave(name) == (name in self.known())
+        self.moved = [each for each in self.moved if each[0] != name]
+        self.line = [each for each in self.line if each[0] != name]
+        self.runs.discard(name)
+
+    @rule(passed=st.floats(0.0, 5.0), fitting=st.sets(names))
+    def start_next(self, passed: float, fitting: set[str]) -> None:
+        self.now += passed
+        expired = {name for name, deadline in self.moved + self.line if deadline <= self.now}
+        self.moved = [each for each in self.moved if each[0] not in expired]
+        self.line = [each for each in self.line if each[0] not in expired]
+        expected = []
+        waiting = self.moved + self.line
+        while waiting and len(self.runs) < self.lane.concurrency and waiting[0][0] in fitting:
+            name = waiting.pop(0)[0]
+            expected.append(name)
+            self.runs.add(name)
+            self.moved = [each for each in self.moved if each[0] != name]
+            self.line = [each for each in self.line if each[0] != name]
+        starts = self.lane.start_next(self.now, fitting.__contains__)
+        assert list(starts.start) == expected
+        assert set(starts.expired) == expired
+
+    @invariant()
+    def bounds_hold_and_nobody_is_twice_in_it(self) -> None:
+        if hasattr(self, "lane"):
+            lane = self.lane
+            assert lane.running <= lane.concurrency
+            assert set(lane.running_holders) == self.runs
+            assert list(lane.waiting_holders) == [name for name, _ in self.moved + self.line]
+            assert not set(lane.waiting_holders) & set(lane.running_holders)
+            assert len(self.line) <= lane.queue_limit
+            assert [lane.position(name) for name in lane.waiting_holders] == list(range(1, lane.queued + 1))
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """A breaker in the hands of a shell that sends whatever it may, with answers that come late or never."""
+
+    permits = Bundle("permits")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaker = Breaker("gpu0")
+        self.now = 0.0
+        self.latest: Permit | None = None  # outstanding and not overtaken
+        self.good = 0
+
+    def after_transitions(self, transitions: tuple[Any, ...]) -> None:
+        for change in transitions:
+            assert change.from_ is not change.to
+            self.good = 0
+            if change.to is BreakerState.OPEN or change.to is BreakerState.CLOSED:
+                self.latest = None
+
+    @rule(passed=st.floats(0.0, 400.0))
+    def time_passes(self, passed: float) -> None:
+        self.now += passed
+
+    @rule(kind=st.sampled_from(FaultKind), source=st.sampled_from(["chat/gpu", "speech/gpu"]))
+    def fault(self, kind: FaultKind, source: str) -> None:
+        was = self.breaker.state
+        self.after_transitions(self.breaker.fault(kind, self.now, source))
+        if DEVICE_THRESHOLDS[kind].count == 1 or was is not BreakerState.CLOSED:
+            assert self.breaker.state is BreakerState.OPEN
+
+    @rule(target=permits)
+    def ask_for_a_probe(self) -> Any:
+        due = self.breaker.next_probe_s(self.now)
+        was = self.breaker.state
+        permit, transitions = self.breaker.permit_probe(self.now)
+        self.after_transitions(transitions)
+        if self.breaker.hold is not None or (was is BreakerState.OPEN and due != 0.0):
+            assert permit is None
+        if permit is not None:
+            assert self.latest is None or permit.number > self.latest.number
+            self.latest = permit
+        return permit
+
+    @rule(permit=permits, ok=st.booleans())
+    def answer(self, permit: Permit | None, ok: bool) -> None:
+        if permit is None:
+            return
+        was, overtaken = self.breaker.state, self.breaker.overtaken_probes
+        counts = permit == self.latest
+        transitions = self.breaker.report_probe(permit, ok, self.now)
+        if not counts:
+            assert transitions == ()
+            assert self.breaker.overtaken_probes == overtaken + 1
+            assert self.breaker.state is was
+            return
+        self.latest = None
+        if was is BreakerState.HALF_OPEN:
+            good = self.good + 1 if ok else 0
+            assert (self.breaker.state is BreakerState.CLOSED) == (good == 2)
+            assert (self.breaker.state is BreakerState.OPEN) == (not ok)
+            self.after_transitions(transitions)
+            self.good = 0 if transitions else good
+        else:
+            self.after_transitions(transitions)
+
+    @rule(what=st.sampled_from(["force_open", "drain", "force_close"]))
+    def operator(self, what: str) -> None:
+        was = self.breaker.state
+        transitions = getattr(self.breaker, what)(self.now)
+        self.after_transitions(transitions)
+        if was is BreakerState.OPEN and what != "force_close":
+            self.latest = None
+        assert self.breaker.allow_work(self.now) == (what == "force_close")
+
+    @rule()
+    def restart(self) -> None:
+        again = Breaker("gpu0")
+        again.restore(self.breaker.export())
+        again.overtaken_probes = self.breaker.overtaken_probes
+        assert again.allow_work(self.now) == self.breaker.allow_work(self.now)
+        assert again.hold is self.breaker.hold
+        self.breaker, self.latest, self.good = again, None, 0
+
+    @invariant()
+    def work_goes_only_while_closed_and_nothing_is_open_for_ever(self) -> None:
+        closed = self.breaker.state is BreakerState.CLOSED
+        assert self.breaker.allow_work(self.now) == closed
+        due = self.breaker.next_probe_s(self.now)
+        if closed or self.breaker.hold is not None:
+            assert due is None
+        else:
+            assert due is not None
+            assert due <= 300.0
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """One request, two routes that come and go, a gateway that is killed: one end, and nothing seen is done twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = RequestState.ACCEPTED
+        self.ends: list[RequestState] = []
+        self.route: str | None = None
+        self.delivered = False
+        self.attempts = 0
+        self.open = {"gpu": True, "cpu": True}
+
+    def go(self, state: RequestState) -> None:
+        self.state = advance(self.state, state)
+        if state in TERMINAL:
+            self.ends.append(state)
+
+    @rule(route=st.sampled_from(["gpu", "cpu"]), is_open=st.booleans())
+    def a_route_comes_or_goes(self, route: str, is_open: bool) -> None:
+        self.open[route] = is_open
+
+    @precondition(lambda self: self.state is RequestState.ACCEPTED)
+    @rule()
+    def enter_a_lane(self) -> None:
+        self.go(RequestState.QUEUED)
+
+    @precondition(lambda self: self.state is RequestState.QUEUED)
+    @rule(route=st.sampled_from(["gpu", "cpu"]))
+    def start(self, route: str) -> None:
+        if self.open[route]:
+            self.go(RequestState.RUNNING)
+            self.route = route
+            self.attempts += 1
+
+    @precondition(lambda self: self.state is RequestState.RUNNING)
+    @rule()
+    def deliver(self) -> None:
+        self.delivered = True
+
+    @precondition(lambda self: self.state is RequestState.RUNNING)
+    @rule(
+        wish=st.sampled_from(Wish),
+        certified=st.sampled_from(Grade),
+        policy=st.sampled_from(Policy),
+        returns=st.booleans(),
+        alone_kills=st.integers(0, 2),
+        inside=st.booleans(),
+    )
+    def the_route_is_lost(
+        self, wish: Wish, certified: Grade, policy: Policy, returns: bool, alone_kills: int, inside: bool
+    ) -> None:
+        assert self.route is not None
+        lost, other = self.route, "cpu" if self.route == "gpu" else "gpu"
+        self.open[lost] = False
+        decision = on_route_lost(
+            LostAttempt(
+                route=lost, delivered=self.delivered, wish=wish, policy=policy, attempts=self.attempts,
+                alone_kills=alone_kills, inside_tool_call=inside,
+            ),
+            Way(other, open=self.open[other]), Way(lost, open=False, returns=returns), certified=certified,
+        )  # fmt: skip
+        self.route = None
+        if isinstance(decision, Restart):
+            assert not self.delivered
+            assert decision.waits_for_route == (not self.open[decision.route])
+            self.go(RequestState.QUEUED)
+        elif isinstance(decision, Continue):
+            assert self.delivered
+            assert wish is not Wish.BOUNDARY
+            assert decision.grade is Grade.EXACT or not inside
+            self.go(RequestState.QUEUED)
+        elif isinstance(decision, BecomeResumable):
+            self.go(RequestState.RESUMABLE)
+        else:
+            assert isinstance(decision, Fail)
+            assert alone_kills >= 2 or self.attempts >= 8
+            self.go(RequestState.FAILED)
+        if policy is Policy.AUTO and self.open[other] and not self.delivered and alone_kills < 2 and self.attempts < 8:
+            # A failure by our own fault while a fitting route was open would count as lost.
+            assert isinstance(decision, Restart)
+            assert decision.route == other
+
+    @rule()
+    def the_gateway_is_killed(self) -> None:
+        before = self.state
+        decision = on_gateway_restart(self.state, self.delivered)
+        self.route = None
+        if isinstance(decision, Requeue):
+            assert not self.delivered
+            if before is not RequestState.QUEUED:
+                self.go(RequestState.QUEUED)
+        elif isinstance(decision, BecomeResumable):
+            assert self.delivered
+            self.go(RequestState.RESUMABLE)
+        else:
+            assert before in TERMINAL or before is RequestState.RESUMABLE
+
+    @precondition(lambda self: self.state is RequestState.RUNNING)
+    @rule()
+    def complete(self) -> None:
+        self.go(RequestState.COMPLETED)
+
+    @precondition(lambda self: self.state is RequestState.RESUMABLE)
+    @rule()
+    def resume(self) -> None:
+        self.go(RequestState.QUEUED)
+
+    @rule(state=st.sampled_from(RequestState))
+    def any_move_not_in_the_table_is_refused(self, state: RequestState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            with pytest.raises(IllegalTransition):
+                advance(self.state, state)
+
+    @rule()
+    def cancel(self) -> None:
+        if self.state not in TERMINAL:
+            self.go(RequestState.CANCELLED)
+
+    @invariant()
+    def it_ends_once(self) -> None:
+        assert len(self.ends) == (self.state in TERMINAL)
+
+    def teardown(self) -> None:
+        # With the faults off it always comes to an end.
+        self.open = {"gpu": True, "cpu": True}
+        for following in (RequestState.QUEUED, RequestState.RUNNING, RequestState.COMPLETED):
+            if following in TRANSITIONS[self.state]:
+                self.go(following)
+        assert self.state in TERMINAL
+        assert len(self.ends) == 1
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Any request before any house: what is admitted really fits, and what is refused had nowhere to go."""
+
+    views = st.builds(
+        RouteView,
+        route=st.just("gpu"),
+        device=st.just("d"),
+        state=st.sampled_from([*RouteState, RouteState.SERVING, RouteState.SERVING]),
+        cells=st.integers(1, 60),
+        slots=st.integers(1, 4),
+        shared=st.booleans(),
+        cells_free=st.integers(0, 60),
+        slots_free=st.integers(0, 4),
+        queued=st.integers(0, 3),
+        running=st.integers(0, 2),
+        queue_limit=st.integers(0, 3),
+        concurrency=st.integers(1, 2),
+        breaker_open=st.booleans(),
+        reopens_in_s=st.none() | st.floats(0, 100),
+        max_context_tokens=st.none() | st.integers(1, 60),
+        max_output_tokens=st.none() | st.integers(1, 60),
+        rates=st.none()
+        | st.builds(
+            Rates, st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.none() | st.floats(1, 1e6), st.none() | st.floats(1, 50)
+        ),
+        load_eta_ms=st.none() | st.floats(0, 1e5),
+    )
+    asks = st.builds(
+        Weighed,
+        prompt_tokens=st.integers(0, 50),
+        outputs=st.lists(st.integers(1, 30), min_size=1, max_size=5).map(tuple),
+        output_is_default=st.booleans(),
+        policy=st.sampled_from(Policy),
+        deadline_s=st.none() | st.floats(0.01, 100),
+    )
+
+    @rule(gpu=views, cpu=views, weighed=asks, both=st.booleans())
+    def decide(self, gpu: RouteView, cpu: RouteView, weighed: Weighed, both: bool) -> None:
+        cpu = msgspec.structs.replace(cpu, route="cpu")
+        routes = [gpu, cpu] if both else [cpu]
+        verdict = decide(weighed, routes)
+        assert decide(weighed, routes) == verdict or not isinstance(verdict, Admit | Delay | Redirect)
+        if isinstance(verdict, Admit | Delay | Redirect):
+            self.check_placed(weighed, {view.route: view for view in routes}, verdict)
+        else:
+            assert verdict.error.message.endswith(".")
+
+    def check_placed(self, weighed: Weighed, routes: dict[str, RouteView], verdict: Admit | Delay | Redirect) -> None:
+        view = routes[verdict.route]
+        assert weighed.policy is Policy.AUTO or (view.route == "cpu") == (weighed.policy is Policy.CPU_ONLY)
+        assert not view.breaker_open
+        assert view.state in (RouteState.SERVING, RouteState.STARTING)
+        pool = CellPool(view.cells, view.slots, view.shared)
+        assert isinstance(pool.lease("req", weighed.prompt_tokens, verdict.outputs), CellLease)
+        assert all(1 <= given <= asked for given, asked in zip(verdict.outputs, weighed.outputs, strict=True))
+        assert weighed.output_is_default or verdict.outputs == weighed.outputs
+        if verdict.position == 0:
+            assert view.queued == 0
+            assert view.running < view.concurrency
+            assert pool.need_cells(weighed.prompt_tokens, verdict.outputs) <= view.cells_free
+        else:
+            assert verdict.position == view.queued + 1 <= view.queue_limit
+
+
+MACHINES = [LedgerMachine, CellMachine, LaneMachine, BreakerMachine, RequestMachine, AdmissionMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_promises_hold_in_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=QUICK)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_promises_hold_in_very_many_orders_of_events(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=THOROUGH)
