@@ -7,8 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relevo.core.demand import MIB, Demand, LoadOptions, ModelShape, cells_for, device_layers, model_demand
+from relevo.core.demand import (
+    DEVICE_START,
+    MIB,
+    Demand,
+    LoadOptions,
+    ModelShape,
+    cells_for,
+    device_layers,
+    load_options,
+    model_demand,
+)
 from relevo.core.errors import ModelFileError
+from relevo.core.events import StartModel
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 
@@ -204,6 +215,46 @@ def test_compressed_attention_has_no_value_cache() -> None:
     assert mib(on_device(lite, context_tokens=32768).kv_bytes) == 972
 
 
+@pytest.mark.parametrize(
+    ("context", "rows", "sequences", "expected"),
+    [
+        (8192, 512, 1, 512 + 480),
+        (32768, 512, 1, 2048 + 480),
+        (32768, 2048, 1, 2048 + 960),
+        (32768, 512, 4, 2048 + 1440),
+    ],
+)
+def test_layers_that_see_a_window_keep_only_the_window(context: int, rows: int, sequences: int, expected: int) -> None:
+    """Gemma-3-12B: 48 layers, every sixth full, a window of 1024."""
+    gemma = msgspec.structs.replace(
+        LLAMA,
+        window_tokens=1024,
+        window_layers=tuple(layer % 6 < 5 for layer in range(48)),
+        kv_heads=(8,) * 48,
+        layer_weights_bytes=(0,) * 48,
+        key_length=256,
+        value_length=256,
+    )
+    options = {"context_tokens": context, "ubatch_tokens": rows, "batch_tokens": 2048, "sequences": sequences}
+    assert mib(on_device(gemma, **options).kv_bytes) == expected
+    unknown = msgspec.structs.replace(gemma, window_layers=())
+    assert mib(on_device(unknown, **options).kv_bytes) == 12288 * context / 32768
+
+
+def test_the_options_are_what_the_worker_makes_of_its_first_frame() -> None:
+    start = StartModel("m", "gpu", "/m.gguf", "/lib", slots=8, context_tokens=1024, gpu_layers=99)
+    fast = load_options(start, on_device=True, learned=DEVICE_START["emulated"])
+    assert (fast.sequences, fast.outputs, fast.shared_cells, fast.kv_type) == (9, 9, True, "f16")
+    assert model_demand(SMOLLM, fast)[0].parts()["context_bytes"] == 0
+    strict = load_options(
+        msgspec.structs.replace(start, profile="strict", flash_attention=False),
+        on_device=False,
+        learned=DEVICE_START["cpu"],
+    )
+    assert (strict.sequences, strict.shared_cells, strict.kv_type, strict.flash_attention) == (8, False, "q8_0", True)
+    assert mib(model_demand(SMOLLM, strict)[1].kv_bytes) == pytest.approx(22.5 * 8 * 34 / 64, abs=0.01)
+
+
 def test_an_unmeasured_driver_context_makes_the_total_unknown() -> None:
     demand = on_device(LLAMA, context_bytes=None)
     assert demand.total_bytes is None
@@ -252,6 +303,14 @@ def test_figures_by_layer_and_explicit_head_lengths_are_taken(tmp_path: Path) ->
     found = shape(tmp_path, keys)
     assert (found.kv_heads, found.key_length, found.value_length) == ((2, 4), 32, 24)
     assert on_host(found, context_tokens=256).kv_bytes == 256 * (2 + 4) * (32 + 24) * 2
+
+
+def test_which_layers_slide_is_read_where_the_header_says_it(tmp_path: Path) -> None:
+    window = w.key("llama.attention.sliding_window", 4, 512)
+    name = "llama.attention.sliding_window_pattern"
+    assert shape(tmp_path, [*w.keys(), window]).window_layers == ()
+    assert shape(tmp_path, [*w.keys(), window, w.key(name, 4, 2)]).window_layers == (True, False)
+    assert shape(tmp_path, [*w.keys(), window, w.array(name, 7, [False, True])]).window_layers == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from relevo.core.events import StartModel
 from relevo.core.quantization import BY_NAME
 
 MIB = 2**20
@@ -99,6 +100,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     latent_attention: bool = False
     """Keys and values are one compressed row (MLA); there is no V cache."""
     window_tokens: int | None = None
+    window_layers: tuple[bool, ...] = ()
+    """Which layers see only the window. Empty where the header does not say: then all are charged in full."""
     recurrent: bool = False
     predicts_ahead: bool = False
     """Has layers for multi-token prediction, which bring a context of their own."""
@@ -178,6 +181,38 @@ DEVICE_START: dict[str, DeviceStart] = {
 }
 
 
+def load_options(
+    start: StartModel,
+    *,
+    on_device: bool,
+    learned: DeviceStart,
+    fragmentation_bytes: int = 0,
+) -> LoadOptions:
+    """The options that a worker makes of StartModel.
+
+    The fast profile keeps one sequence more than slots, for probes; the strict one sets KV type and flash attention
+    itself. As many rows give logits as there are sequences.
+    """
+    strict = start.profile == "strict"
+    sequences = start.slots if strict else start.slots + 1
+    return LoadOptions(
+        on_device=on_device,
+        gpu_layers=start.gpu_layers,
+        context_tokens=start.context_tokens,
+        sequences=sequences,
+        shared_cells=not strict,
+        batch_tokens=start.batch_tokens,
+        ubatch_tokens=start.ubatch_tokens,
+        outputs=sequences,
+        kv_type="q8_0" if strict else start.kv_type,
+        flash_attention=strict or start.flash_attention,
+        context_bytes=learned.context_bytes,
+        pool_bytes=learned.pool_bytes,
+        fragmentation_bytes=fragmentation_bytes,
+        margin_bytes=learned.margin_bytes,
+    )
+
+
 def model_demand(shape: ModelShape, options: LoadOptions) -> tuple[Demand, Demand]:
     """Demand of a load: (on the device, on the host). Without a device the first is zero throughout.
 
@@ -201,7 +236,8 @@ def cells_of(options: LoadOptions) -> tuple[int, int]:
 def kv_layer_bytes(shape: ModelShape, options: LoadOptions) -> list[int] | str:
     """KV cache of each layer, all streams together; or the reason why it is not known.
 
-    Sliding-window layers are charged full size: that is how the engine is loaded (its `swa_full` default).
+    A layer that sees a window keeps W tokens for each sequence and one micro-batch more (llama-kv-cache-iswa.cpp);
+    where the header does not say which layers do, all are charged in full, which is a bound.
     """
     if shape.recurrent:
         return "Which of the model's layers keep keys and values, its header does not say."
@@ -209,16 +245,26 @@ def kv_layer_bytes(shape: ModelShape, options: LoadOptions) -> list[int] | str:
     if kind is None:
         return f"The KV type {options.kv_type!r} is not known."
     streams, cells = cells_of(options)
+    window_cells = _window_cells(shape, options, cells)
     sizes = []
-    for kv_heads in shape.kv_heads:
+    for layer, kv_heads in enumerate(shape.kv_heads):
         try:
             row = kind.row_bytes(kv_heads * shape.key_length)
             if not shape.latent_attention:
                 row += kind.row_bytes(kv_heads * shape.value_length)
         except ValueError as e:
             return f"This KV type does not suit the model: {e}"
-        sizes.append(streams * cells * row)
+        slides = bool(shape.window_layers) and shape.window_layers[layer]
+        sizes.append(streams * (window_cells if slides else cells) * row)
     return sizes
+
+
+def _window_cells(shape: ModelShape, options: LoadOptions, cells: int) -> int:
+    if not shape.window_tokens:
+        return cells
+    sharers = options.sequences if options.shared_cells else 1
+    wanted = shape.window_tokens * sharers + min(options.ubatch_tokens, options.batch_tokens)
+    return min(cells, -(-wanted // CELL_STEP) * CELL_STEP)
 
 
 def device_layers(shape: ModelShape, options: LoadOptions) -> tuple[int, bool]:

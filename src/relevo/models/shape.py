@@ -69,6 +69,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
         experts=_optional(header, "expert_count", 0),
         latent_attention=any(".attn_k_b." in name for name in names),
         window_tokens=_optional(header, "attention.sliding_window", 0) or None,
+        window_layers=_window_layers(header, layers),
         recurrent=recurrent or any(".ssm_" in name or ".time_mix_" in name for name in names),
         predicts_ahead=_optional(header, "nextn_predict_layers", 0) > 0,
         embeds=header.of_model("attention.causal") is False or header.of_model("pooling_type") is not None,
@@ -110,6 +111,16 @@ def _per_layer(header: GgufHeader, key: str, layers: int, otherwise: int | None)
         raise _wrong(header, f"it does not state {header.architecture}.{key}")
     length = value.length if isinstance(value, LongArray) else len(value)
     raise _wrong(header, f"{header.architecture}.{key} has {length} entries for {layers} layers")
+
+
+def _window_layers(header: GgufHeader, layers: int) -> tuple[bool, ...]:
+    """By layer where the file says so, or every n-th layer full; empty where only the architecture's code knows."""
+    pattern = header.of_model("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple) and len(pattern) == layers:
+        return tuple(bool(slides) for slides in pattern)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        return tuple(layer % pattern < pattern - 1 for layer in range(layers))
+    return ()
 
 
 def _wrong(header: GgufHeader, what: str) -> ModelFileError:
