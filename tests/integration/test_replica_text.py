@@ -55,7 +55,7 @@ def payload_files(folder: Path) -> list[Path]:
 def test_text_is_counted_and_chats_are_rendered(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with text_process(tmp_path) as text:
-            ready = await text.wait_ready()
+            ready = await text.wait_ready(10)
             assert ready.pid == text.pid
             answers = await asyncio.gather(*(text.tokenize(f"{'x' * n} yy") for n in range(1, 30)))
             assert [a.tokens for a in answers] == [[n, 2] for n in range(1, 30)]
@@ -105,7 +105,7 @@ def test_a_text_that_kills_twice_is_given_back_and_others_go_on(tmp_path: Path) 
 def test_a_text_that_hangs_is_ended_and_blamed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with text_process(tmp_path, call_timeout_s=0.3) as text:
-            await text.wait_ready()
+            await text.wait_ready(10)
             pid = text.pid
             with pytest.raises(BadRequest, match="chat template of fake took too long"):
                 await text.render([{"content": "hang"}])
@@ -120,7 +120,7 @@ def test_a_text_that_hangs_is_ended_and_blamed(tmp_path: Path) -> None:
 def test_a_stopped_process_is_replaced_before_the_call_times_out(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with text_process(tmp_path, silence_s=0.5) as text:
-            await text.wait_ready()
+            await text.wait_ready(10)
             assert text.pid is not None
             os.kill(text.pid, signal.SIGSTOP)
             began = time.perf_counter()
@@ -146,7 +146,7 @@ def test_a_refusal_is_the_callers_to_mend(tmp_path: Path, code: str, error: type
 def test_a_caller_that_leaves_does_not_mix_up_the_answers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with text_process(tmp_path) as text:
-            await text.wait_ready()
+            await text.wait_ready(10)
             for size in (1, 400_000):
                 leaving = asyncio.create_task(text.tokenize("slow " + "w " * size))
                 await asyncio.sleep(0.2)
@@ -160,9 +160,12 @@ def test_a_caller_that_leaves_does_not_mix_up_the_answers(tmp_path: Path) -> Non
 
 def test_a_model_that_cannot_be_loaded_is_told_by_its_cause(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with text_process(tmp_path, path="/broken", start_timeout_s=0.7) as text:
-            with pytest.raises(NothingCanServe, match="/broken is damaged"):
-                await text.tokenize("hello")
+        async with text_process(tmp_path, path="/broken", call_wait_s=0.7) as text:
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(text.tokenize("hello") for _ in range(20)), return_exceptions=True)
+            assert time.perf_counter() - began < 3.0
+            for answer in answers:
+                assert isinstance(answer, NothingCanServe) and "/broken is damaged" in answer.message
             assert 1 < text.starts < 6
 
     asyncio.run(scenario())

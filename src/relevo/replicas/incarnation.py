@@ -26,6 +26,9 @@ from relevo.replicas.wire import Wire, WireError
 _EVIDENCE_S = 0.1
 """How long a death that is certain may wait for its return code, so that its cause can be told."""
 
+_LAST_WORDS_S = 0.02
+"""How long a dead process's socket is read for what it had sent: finished work is not to be done again."""
+
 _SHUTDOWN_SHARE = 0.6
 """Of the grace: the time for the Shutdown frame to work before SIGTERM helps."""
 
@@ -92,6 +95,7 @@ class Incarnation:
         self._start_failed: StartFailed | None = None
         self._rubbish: str | None = None
         self._ordered: tuple[str, FaultKind | None] | None = None
+        self._dying: End | None = None
         self._stopping = False
         self._oom_kills = 0
 
@@ -101,9 +105,9 @@ class Incarnation:
         return self._process
 
     @property
-    def is_suspect(self) -> bool:
-        """Whether a heartbeat is overdue."""
-        return self._sign is not Sign.ALIVE
+    def is_over(self) -> bool:
+        """True once nothing sent to it can be answered any more, though what it sent before may still arrive."""
+        return self._dying is not None or self.ended.done()
 
     async def start(self, limits: ProcessLimits) -> None:
         """Start the process and connect to it. Raises OSError when the program cannot be started."""
@@ -117,7 +121,7 @@ class Incarnation:
                     fd=theirs.fileno(),
                     environment=self._settings.environment,
                     limits=limits,
-                    on_exit=lambda: self._end(End.EXITED),
+                    on_exit=lambda: self._die(End.EXITED),
                 )
             self._wire = await Wire.connect(ours, self._settings.incoming, self._receive, self._wire_closed)
         except BaseException:
@@ -200,6 +204,15 @@ class Incarnation:
 
     # --- what can end it
 
+    def _die(self, end: End) -> None:
+        """The process is dead. What it had sent may still be in the socket: hear it, until the socket's end."""
+        if self._dying is None:
+            self._dying = end
+            if self._wire is None or self._wire.closed:
+                self._end(end)
+            else:
+                self._timers.append(self._loop.call_later(_LAST_WORDS_S, self._end, end))
+
     def _end(self, end: End) -> None:
         if not self.ended.done():
             self.ended.set_result(end)
@@ -229,14 +242,16 @@ class Incarnation:
     def _wire_closed(self, reason: Exception | None) -> None:
         if reason is not None:
             self._rubbish = str(reason)
-        self._end(End.DISCONNECTED if reason is None else End.RUBBISH)
+        self._end(End.RUBBISH if reason is not None else self._dying or End.DISCONNECTED)
 
     def _tick(self) -> None:
         if self.ended.done():
             return
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
+        if self._dying is not None:
+            return
         if self._process is not None and self._process.is_empty():
-            self._end(End.EMPTIED)
+            self._die(End.EMPTIED)
             return
         if self._liveness is None:
             return

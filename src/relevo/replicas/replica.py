@@ -414,7 +414,7 @@ class Replica:
 
     def _serving_life(self) -> Incarnation:
         life = self._life
-        if self._state is not ReplicaState.SERVING or life is None or life.ended.done():
+        if self._state is not ReplicaState.SERVING or life is None or life.is_over:
             raise ReplicaNotServing(f"{self.name} is {self._state}: {self._state.sentence}")
         return life
 

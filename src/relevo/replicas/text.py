@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relevo.core.breaker import FaultKind
-from relevo.core.errors import BadRequest, BodyTooLarge, EngineFailed, NothingCanServe
+from relevo.core.errors import BadRequest, BodyTooLarge, EngineFailed, NothingCanServe, RelevoError
 from relevo.core.events import FromText, Render, Rendered, StartText, TextReady, TextRefused, Tokenize
 from relevo.models.payload import PayloadError, spill, whole
 from relevo.replicas.death import Death
@@ -36,6 +36,8 @@ Call = TypeVar("Call", Render, Tokenize)
 
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 5.0
+_SHORTEST_WAIT_S = 1.0
+"""What a call that has waited for others may still wait for a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class TextSettings:
     silence_s: float = 5.0
     """Longest time without a heartbeat."""
     start_timeout_s: float = 60.0
-    """Longest time until it is ready, and longest wait of a call for that."""
+    """Longest time until it is ready."""
+    call_wait_s: float = 10.0
+    """Longest wait of a call for a process that is just starting."""
     limits: ProcessLimits = field(default_factory=lambda: ProcessLimits(oom_score_adj=300))
     """It bounds its own memory once it knows how much its model's vocabulary takes."""
     extra_environment: Mapping[str, str] = field(default_factory=dict)
@@ -111,10 +115,13 @@ class TextProcess:
         return self.identity.pid if self.identity is not None else None
 
     async def wait_ready(self, timeout_s: float | None = None) -> TextReady:
-        """Wait until it can work. Raises NothingCanServe with the last cause when the time is over or it stopped."""
+        """Wait until it can work, `call_wait_s` if not told otherwise.
+
+        Raises NothingCanServe with the last cause when the time is over or it stopped.
+        """
         try:
-            async with asyncio.timeout(self._settings.start_timeout_s if timeout_s is None else timeout_s):
-                while self._ready is None or self._life is None or self._life.ended.done():
+            async with asyncio.timeout(self._settings.call_wait_s if timeout_s is None else timeout_s):
+                while self._ready is None or self._life is None or self._life.is_over:
                     if self._stopping:
                         raise NothingCanServe(f"The text process of {self.model} is stopped.")
                     self._news.clear()
@@ -190,7 +197,11 @@ class TextProcess:
 
     async def _start(self, life: Incarnation) -> None:
         try:
+            plan = self._plan()
             await life.start(self._settings.limits)
+        except RelevoError as e:
+            life.kill(e.message, FaultKind.UNCLASSIFIED_DEATH)
+            return
         except OSError as e:
             life.kill(f"The text process of {self.model} could not be started: {e}.", FaultKind.UNCLASSIFIED_DEATH)
             return
@@ -198,7 +209,7 @@ class TextProcess:
         if self._on_starting is not None:
             self._on_starting(self, life.process.identity)
         with contextlib.suppress(WireError):  # it ended already, and its life says why
-            life.send(msgspec.structs.replace(self._plan(), folder=str(self._folder)))
+            life.send(msgspec.structs.replace(plan, folder=str(self._folder)))
 
     async def _bury(self, life: Incarnation) -> None:
         self._ready = None
@@ -247,10 +258,12 @@ class TextProcess:
     # --- one call
 
     async def _call(self, make: Callable[[int], Call]) -> Rendered:
+        until_s = asyncio.get_running_loop().time() + self._settings.call_wait_s
+        await self.wait_ready()  # all at once, not one after the other
         async with self._turn:
             await self._await_orphan()
             for _ in range(2):
-                await self.wait_ready()
+                await self.wait_ready(max(_SHORTEST_WAIT_S, until_s - asyncio.get_running_loop().time()))
                 try:
                     return await self._try_call(make)
                 except (_Died, WireError):

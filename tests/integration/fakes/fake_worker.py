@@ -2,7 +2,7 @@
 
 Habits, all optional:
   ready_after_s, hold_bytes (of memory, touched), refuse [code, message], mute (no heartbeats)
-  die {"when": start | load | submit, "code" or "signal" or "oom", "says": lines}
+  die {"when": start | load | submit | end, "code" or "signal" or "oom", "says": lines}
   grandchild (path of a file for its pid), deaf (ignores SIGTERM and Shutdown)
   tokens, token_s (of each), step_forever (claims an endless step), stop_itself (SIGSTOP on submit)
   lie (answers probes wrongly), probe_s, garbage (hex, sent on submit), close_socket (on submit)
@@ -103,6 +103,7 @@ class Fake:
             self.wire.send(e.Step([piece]))
             time.sleep(HABITS.get("token_s", 0))
         self.wire.send(e.AttemptEnded(frame.request_id, frame.attempt, "completed"))
+        die("end")
 
     def flood(self, count: int) -> None:
         """Send many small steps at once."""

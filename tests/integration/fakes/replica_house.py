@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ class House:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.at_s: list[float] = []
         self.limits = ProcessLimits()
         self.gate: asyncio.Event | None = None
         self.leases: set[int] = set()
@@ -36,6 +38,7 @@ class House:
 
     def tell(self, *what: Any) -> None:
         self.told.append(what)
+        self.at_s.append(time.perf_counter())
         self._news.set()
 
     def names(self) -> list[str]:
