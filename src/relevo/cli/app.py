@@ -35,6 +35,7 @@ def build_app() -> cyclopts.App:
         result_action="return_value",
         exit_on_error=False,
         print_error=False,
+        suppress_keyboard_interrupt=False,
     )
     for order, (name, target, sentence) in enumerate(_COMMANDS):
         app.command(target, name=name, help=sentence, sort_key=order)

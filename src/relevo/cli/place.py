@@ -30,7 +30,7 @@ class Place:
         return find_paths(state=self.state, config=self.config)
 
     def load(self, *, may_be_missing: bool = False) -> Config:
-        """The configuration. Raises ConfigError. `may_be_missing`: a named file that is not there is about to be made."""
+        """The configuration. Raises ConfigError. `may_be_missing`: a named file may be about to be made."""
         from relevo.config import Config
 
         paths = self.paths()

@@ -84,7 +84,7 @@ class Sizing:
 
 def size_up(place: Place, path: Path, *, name: str | None, context_tokens: int | None, slots: int) -> Sizing:
     """Read the header and plan both routes. Raises ModelFileError for the file, ConfigError for the wishes."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     from relevo.cli.models import name_from
 

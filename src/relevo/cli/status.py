@@ -23,7 +23,7 @@ Watch = Annotated[
 def status(*, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False, watch: Watch = False) -> int:
     """Show devices, replicas and lanes of the running service.
 
-    Exits 0 while the service runs, degraded or not, and 1 when it does not. A figure that is not known says why.
+    Exits 0 while any route serves, degraded or not, and 1 when none does or nothing runs. A figure that is not known says why.
     """
     from relevo.cli.running import running
 
@@ -59,7 +59,7 @@ def _show(service: Any, *, as_json: bool) -> int:
         screen = console()
         for part in render_status(found, service.url):
             screen.print(part)
-    return 1 if down else 0
+    return 1 if found["state"] == "down" else 0
 
 
 def _watch(service: Any, *, as_json: bool) -> int:
@@ -95,10 +95,10 @@ def render_status(found: dict[str, Any], url: str) -> list[RenderableType]:
     state = str(found.get("state"))
     colour = {"ok": "green", "degraded": "yellow"}.get(state, "red")
     head = Text.assemble("Relevo ", (state, f"bold {colour}"), f"  {plain(str(found.get('version', '')))}  {url}")
-    if found.get("reason"):
-        head.append(f"\n{plain(str(found['reason']))}")
+    for reason in found.get("reasons") or []:
+        head.append(f"\n{plain(str(reason))}")
     parts: list[RenderableType] = [head, _devices(found), _replicas(found), _lanes(found)]
-    parts.append(Text(certificate_text(found.get("certificate"))))
+    parts.append(Text(certificate_text(found.get("certificate"), found.get("certificate_reason"))))
     return parts
 
 
@@ -165,10 +165,9 @@ def _lanes(found: dict[str, Any]) -> RenderableType:
     return made
 
 
-def certificate_text(certificate: Any) -> str:
+def certificate_text(certificate: Any, reason: Any = None) -> str:
     """What a drill has proved here, if anything."""
     if not isinstance(certificate, dict) or not certificate.get("verdict"):
-        reason = certificate.get("reason") if isinstance(certificate, dict) else None
-        return f"Certificate: none{f' ({plain(str(reason))})' if reason else ''}."
+        return f"Certificate: none. {plain(str(reason))}" if reason else "Certificate: none."
     expires = certificate.get("expires")
     return f"Certificate: {plain(str(certificate['verdict']))}" + (f", until {time_text(expires)}." if expires else ".")
