@@ -5,7 +5,7 @@ PORT ?= 8377
 STATE ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 HASHES := --require-hashes --only-binary :all:
 # One thread for models in tests: two on a busy two-core machine are far slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1

@@ -1,0 +1,189 @@
+"""The emulated accelerator: no card at all, but a memory limit that holds and faults that are real.
+
+Workers on it compute on the CPU. Their private memory (VmData) is the device's memory, and the governor lets the
+kernel keep the total: each process may grow by what the others leave free, so an allocation beyond it fails in the
+engine as it would on a card, and a reset kills every process on the device. What it cannot show is a card's speed,
+its driver, or its own arithmetic; for the last, another CPU library stands in (see variants.py).
+
+Limits, to be honest about: memory is counted when it is reserved, and between two ticks two growing processes can
+take the same free bytes, so `overshoot_bytes` is measured and shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from relevo.core.errors import DeviceError
+from relevo.core.ledger import Reading
+from relevo.devices import process_memory
+from relevo.devices.ballast import registered_pids
+from relevo.devices.device import DeviceKind
+
+TICK_S: Final = 0.05
+SPARE_BYTES: Final = 4 << 20
+"""Each process's own crumbs (messages, small objects) above a full device: those lie in RAM on a real machine too."""
+
+_log = logging.getLogger("relevo.devices.soft")
+
+
+@dataclass(slots=True)
+class _Process:
+    pid: int
+    start_ticks: int
+    used_bytes: int = 0
+    limit_bytes: int | None = None
+    full_at_bytes: int | None = None
+    """The least it held since the device is full; its spare bytes count from there. None: it is not full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """A process on the device, and what it holds there."""
+
+    pid: int
+    used_bytes: int
+
+
+class SoftDevice:
+    """An emulated accelerator with `total_bytes` of memory.
+
+    `folder`: where ballast puts its pid files; those processes register themselves. Raises DeviceError off Linux.
+    """
+
+    kind = DeviceKind.EMULATED
+    emulated = True
+    engine_device = "cpu"
+
+    def __init__(
+        self,
+        name: str,
+        total_bytes: int,
+        *,
+        folder: Path | None = None,
+        spare_bytes: int = SPARE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if sys.platform != "linux":
+            raise DeviceError(f"Device {name}: the emulated accelerator needs Linux.")
+        if total_bytes <= 0:
+            raise DeviceError(f"Device {name}: total_bytes must be positive, not {total_bytes}.")
+        self.name = name
+        self.total_bytes = total_bytes
+        self.resets = 0
+        self.overshoot_bytes = 0
+        """The most that was ever held above the total: growth between two ticks, and every process's spare bytes."""
+        self._folder = folder
+        self._spare_bytes = spare_bytes
+        self._clock = clock
+        self._processes: dict[int, _Process] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<SoftDevice {self.name}: {self.used_bytes} of {self.total_bytes} bytes, {len(self._processes)} processes>"
+        )
+
+    @property
+    def description(self) -> str:
+        """For people."""
+        return f"emulated accelerator of {self.total_bytes >> 20} MiB: computes on the CPU, the kernel keeps its limit"
+
+    @property
+    def used_bytes(self) -> int:
+        """What all its processes held at the last tick or reading."""
+        return sum(process.used_bytes for process in self._processes.values())
+
+    @property
+    def occupants(self) -> tuple[Occupant, ...]:
+        """Who holds what, as of the last tick or reading."""
+        return tuple(Occupant(process.pid, process.used_bytes) for process in self._processes.values())
+
+    def register(self, pid: int, start_time: int | None = None) -> bool:
+        """Put a process on the device and govern it from now on. False when it is gone already.
+
+        `start_time` (clock ticks after boot) guards against a pid that was given away again; None: read now.
+        """
+        found = process_memory.start_ticks(pid)
+        if found is None or (start_time is not None and found != start_time):
+            return False
+        if pid not in self._processes or self._processes[pid].start_ticks != found:
+            self._processes[pid] = _Process(pid, found)
+            self.tick()
+        return pid in self._processes
+
+    def forget(self, pid: int) -> None:
+        """Take a process off the device and lift its limit. One that is not on it: nothing happens."""
+        process = self._processes.pop(pid, None)
+        if process is not None and process_memory.start_ticks(pid) == process.start_ticks:
+            process_memory.set_data_limit(pid, None)
+
+    def tick(self) -> Reading:
+        """Look at every process and set its limit anew. Call it about twenty times a second.
+
+        A limit is what the process holds, what nobody holds, and its spare bytes. It never falls below what the
+        process has; while the device is full, spare bytes are given only once.
+        """
+        reading = self.read()
+        free = reading.free_bytes or 0
+        for process in list(self._processes.values()):
+            if free > 0:
+                process.full_at_bytes = None
+                limit = process.used_bytes + free + self._spare_bytes
+            else:
+                full_at = process.used_bytes if process.full_at_bytes is None else process.full_at_bytes
+                process.full_at_bytes = min(full_at, process.used_bytes)
+                limit = max(process.full_at_bytes + self._spare_bytes, process.used_bytes)
+            if limit == process.limit_bytes:
+                continue
+            if process_memory.set_data_limit(process.pid, limit):
+                process.limit_bytes = limit
+            elif process_memory.start_ticks(process.pid) == process.start_ticks:
+                _log.warning("Device %s: the limit of process %s could not be set.", self.name, process.pid)
+        return reading
+
+    def read(self) -> Reading:
+        """The figures as of now, from the kernel. Under a tenth of a millisecond a process."""
+        self._take_in_ballast()
+        for process in list(self._processes.values()):
+            used = process_memory.data_bytes(process.pid)
+            if used is None or process_memory.start_ticks(process.pid) != process.start_ticks:
+                del self._processes[process.pid]
+            else:
+                process.used_bytes = used
+        used = self.used_bytes
+        self.overshoot_bytes = max(self.overshoot_bytes, used - self.total_bytes)
+        return Reading(self.total_bytes, max(0, self.total_bytes - used), read_at=self._clock())
+
+    def reset(self) -> int:
+        """What a driver does in despair: every process on the device is killed. Returns how many were."""
+        self._take_in_ballast()
+        killed = 0
+        for process in self._processes.values():
+            if process_memory.start_ticks(process.pid) == process.start_ticks:
+                process_memory.kill_group(process.pid)
+                killed += 1
+        self.resets += 1
+        _log.warning("Device %s was reset; processes killed: %s.", self.name, killed)
+        return killed
+
+    async def govern(self, interval_s: float = TICK_S) -> None:
+        """Tick until cancelled. One bad tick is logged and does not end it."""
+        while True:
+            try:
+                self.tick()
+            except OSError:
+                _log.exception("Device %s: a tick failed.", self.name)
+            await asyncio.sleep(interval_s)
+
+    def _take_in_ballast(self) -> None:
+        if self._folder is None:
+            return
+        for pid, start_ticks in registered_pids(self._folder):
+            if pid not in self._processes and process_memory.start_ticks(pid) == start_ticks:
+                self._processes[pid] = _Process(pid, start_ticks)
