@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -85,6 +86,20 @@ def read_all(sock: socket.socket, timeout_s: float = 5.0) -> bytes:
     with contextlib.suppress(TimeoutError, ConnectionResetError):
         while piece := sock.recv(65536):
             got += piece
+    return got
+
+
+def read_answer(sock: socket.socket, timeout_s: float = 5.0) -> bytes:
+    """One whole answer, also where the server keeps the connection."""
+    sock.settimeout(timeout_s)
+    got = b""
+    with contextlib.suppress(TimeoutError, ConnectionResetError):
+        while piece := sock.recv(65536):
+            got += piece
+            head, found, body = got.partition(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            if found and length is not None and len(body) >= int(length[1]):
+                break
     return got
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
@@ -106,10 +107,8 @@ def test_depth_and_count_are_exact_at_the_limit():
 )
 def test_eight_hostile_megabytes_cost_little_time(data: bytes):
     started = time.process_time()
-    try:
+    with contextlib.suppress(BadRequest):
         parse_json(data, depth=64, nodes=100_000)
-    except BadRequest:
-        pass
     assert time.process_time() - started < 1.0
 
 

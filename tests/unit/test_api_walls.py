@@ -158,7 +158,8 @@ def test_with_keys_anything_but_a_key_is_refused(tmp_path: Path, value: str):
 MALFORMED = [
     "", " ", "localhost/", "localhost/v1", "localhost?x", "localhost#x", "a@localhost", "localhost:", "localhost:x",
     "localhost:80:80", "localhost:99999", "localhost:8377/health?", "local host", "localhost,evil", "[::1", "::1",
-    "[::1]x", "[zz]", "[1.2.3]", "localhost\\evil", "localhost%2f", "localhost;x", "http://localhost", "*", ".localhost",
+    "[::1]x", "[zz]", "[1.2.3]", "localhost\\evil", "localhost%2f", "localhost;x", "http://localhost", "*",
+    ".localhost",
     "é", "localhost\x7f", "[::1]:8377:1", "a" * 300, "localhost:8377#@evil", "127.0.0.1/../", "[::1%lo]",
 ]  # fmt: skip
 FOREIGN = ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "128.0.0.1", "0.0.0.0", "[::2]", "192.168.1.9"]

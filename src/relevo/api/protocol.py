@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from relevo.api.call import new_request_id
@@ -14,6 +15,7 @@ from relevo.core.errors import BadRequest, HeadersTooLarge, RelevoError
 
 HEADERS_TIMEOUT_S = 10.0
 _REQUEST_LINE_BYTES = 8192
+_OFFER = frozenset({b"upgrade", b"http2-settings"})
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -26,6 +28,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         self._in_headers = True
         self._head_bytes = 0
+        self._offered = False
         self._headers_timer: asyncio.TimerHandle | None = None
         self._await_headers()
 
@@ -38,7 +41,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if self._in_headers:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if (
             self._in_headers
             and self._head_bytes > self.header_bytes + _REQUEST_LINE_BYTES
@@ -46,8 +49,34 @@ class BoundedHttp(HttpToolsProtocol):
         ):
             self._refuse(HeadersTooLarge(f"Too many headers: at most {self.header_bytes} bytes."))
 
+    def _feed(self, data: bytes) -> None:
+        """Parse. An offer to upgrade is passed over: Java's client sends one beside every body and wants an answer."""
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                rest = data[offer.args[0] :]
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse(BadRequest("This is no proxy: CONNECT is not served."))
+                    return
+                data = self._head_without_offer() + rest
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+                continue
+            except httptools.HttpParserError:
+                self._refuse(BadRequest("This is not a valid HTTP/1.1 request."))
+            return
+
+    def _head_without_offer(self) -> bytes:
+        """The request line and headers just parsed, as they would have come without the offer."""
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        lines += [b"%b: %b" % field for field in self.headers if field[0] not in _OFFER]
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._offered = False
         self._in_headers = True
         self._head_bytes = 0
         # The way to drop a reader that stalled: an orderly close would wait for it for ever.
@@ -60,14 +89,17 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # the parser would skip the body: it is fed again without the offer
+            self._offered = True
+            return
         self._in_headers = False
         self._head_bytes = 0
         self._forget_timer()
         super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # the name is uvicorn's
-        """A request that is no HTTP, answered in the shape of every other refusal."""
-        self._refuse(BadRequest("This is not a valid HTTP/1.1 request."))
+    def on_message_complete(self) -> None:
+        if not self._offered:
+            super().on_message_complete()
 
     def _await_headers(self) -> None:
         self._headers_timer = self.loop.call_later(self.headers_timeout_s, self._headers_late)
@@ -85,7 +117,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, error: RelevoError) -> None:
         """Answer without a parsed request, unless an answer is under way on this connection; then only close."""
         cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete:
+        unanswered = cycle is not None and not cycle.response_started and not self.pipeline
+        if cycle is None or cycle.response_complete or unanswered:
             body = error_body(error)
             head = [
                 STATUS_LINE[error.status],
@@ -94,6 +127,9 @@ class BoundedHttp(HttpToolsProtocol):
                 b"content-length: %d\r\n\r\n" % len(body),
             ]
             self.transport.write(b"".join([*head, body]))
+        if unanswered:  # its handler must not answer as well
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()
 
 
