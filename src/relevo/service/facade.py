@@ -69,7 +69,9 @@ class Service(Protocol):
         """Whether any route serves, and a body that says ok, degraded or why not."""
         ...
 
-    async def list_requests(self, owner: str | None, *, limit: int, state: str | None, idempotency_key: str | None) -> list[dict[str, Any]]:
+    async def list_requests(
+        self, owner: str | None, *, limit: int, state: str | None, idempotency_key: str | None
+    ) -> list[dict[str, Any]]:
         """Newest first, without results. `owner` None sees all."""
         ...
 
@@ -82,7 +84,7 @@ class Service(Protocol):
         ...
 
     async def resume_request(self, owner: str | None, request_id: str) -> Ticket:
-        """Take up a resumable request from its checkpoint, same id, next attempt. Raises Conflict in any other state."""
+        """Take up a resumable request from its checkpoint, same id, next attempt. Raises Conflict in another state."""
         ...
 
     def request_events(self, owner: str | None, request_id: str, after: int) -> AsyncIterator[tuple[int, ServiceEvent]]:

@@ -1,0 +1,225 @@
+"""One accepted request while it lives in memory: what it asked, what exists of the answer, who listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from relevo.core.events import (
+    Ask,
+    ChoiceStart,
+    Delta,
+    Ended,
+    Piece,
+    Routed,
+    Sampling,
+    ServiceEvent,
+    TokenLogprob,
+    Usage,
+)
+from relevo.core.request import TERMINAL, RequestState, advance
+
+
+@dataclass(slots=True)
+class Choice:
+    """What exists of one of the n answers."""
+
+    index: int
+    max_output_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+    finish: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        """Append a step's output."""
+        self.tokens.extend(piece.tokens)
+        if piece.text:
+            self.text.append(piece.text)
+            self.text_bytes += len(piece.text.encode())
+        if piece.logprobs:
+            self.logprobs.extend(piece.logprobs)
+        if piece.finish is not None:
+            self.finish = piece.finish
+
+    def forget(self) -> None:
+        """Back to nothing, for a restart of work that nobody has seen."""
+        self.tokens, self.text, self.text_bytes, self.finish, self.logprobs = [], [], 0, None, []
+
+    def start(self) -> ChoiceStart:
+        """Where the next attempt takes up."""
+        return ChoiceStart(
+            index=self.index,
+            max_output_tokens=self.max_output_tokens,
+            output_tokens=list(self.tokens),
+            delivered_bytes=self.text_bytes,
+        )
+
+    @property
+    def whole_text(self) -> str:
+        """All text released so far."""
+        return "".join(self.text)
+
+
+@dataclass(slots=True)
+class Handover:
+    """One change of route, as the outer contract lists it."""
+
+    from_route: str
+    to_route: str | None
+    at_token: int
+    grade: str | None
+    cause: str
+    lost_at: float
+    gap_ms: float | None = None
+
+    def view(self) -> dict[str, Any]:
+        """The JSON of the outer contract."""
+        return {
+            "from": self.from_route,
+            "to": self.to_route,
+            "at_token": self.at_token,
+            "grade": self.grade,
+            "cause": self.cause,
+            "gap_ms": self.gap_ms,
+        }
+
+
+class Work:
+    """A request between acceptance and its end. Only the service changes it; tickets read it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        ask: Ask,
+        *,
+        created: float,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        outputs: Iterable[int],
+    ) -> None:
+        self.request_id = request_id
+        self.ask = ask
+        self.created = created
+        self.prompt_tokens = prompt_tokens
+        self.sampling = sampling
+        self.choices = [Choice(i, limit) for i, limit in enumerate(outputs)]
+        self.wish = ask.handover
+        self.state = RequestState.ACCEPTED
+        self.reason: str | None = None
+        self.ended_at: float | None = None
+
+        self.route: str | None = None  # where it is queued or runs
+        self.lane_since: float = 0.0
+        self.attempt = 0
+        self.attempt_started: float = 0.0
+        self.first_output_at: float | None = None
+        self.incarnation: int | None = None
+        self.degraded_reason: str | None = None
+        self.standby: dict[str, Any] | None = None
+        self.backup_model: str | None = None
+        self.cells: Any = None
+        self.alone_kills = 0
+        self.suspect = False
+        self.cancel_requested = False
+        self.cancel_reason: str | None = None
+        self.handovers: list[Handover] = []
+        self.kept_until: float | None = None
+        self.error: dict[str, Any] | None = None
+
+        self.events: list[ServiceEvent] = []
+        self.callers = 0
+        self.delivered = False  # some caller of a stream was given output
+        self.first_output_gate: asyncio.Future[None] | None = None
+        self.durable_events = 0  # of a kept request: how many events may leave
+        self.checkpointed_tokens = 0
+        self.checkpoint_pending = False
+        self._listeners: set[asyncio.Future[None]] = set()
+
+    def __repr__(self) -> str:
+        route = f" on {self.route}" if self.route else ""
+        return f"<{self.request_id[:12]} {self.state}{route}, attempt {self.attempt}, {self.output_tokens} tokens>"
+
+    # -- state
+
+    def move(self, state: RequestState) -> RequestState:
+        """Change state along the published table; returns the old one. Raises IllegalTransition."""
+        old = self.state
+        self.state = advance(old, state)
+        return old
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has reached an end."""
+        return self.state in TERMINAL
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(c.tokens) for c in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far."""
+        return Usage(prompt_tokens=len(self.prompt_tokens), completion_tokens=self.output_tokens)
+
+    @property
+    def open_choices(self) -> list[Choice]:
+        """Choices without a finish."""
+        return [c for c in self.choices if c.finish is None]
+
+    # -- output
+
+    def add_piece(self, piece: Piece) -> None:
+        """Take a step's output into the record and tell the listeners."""
+        self.choices[piece.choice].add(piece)
+        self.publish(
+            Delta(
+                choice=piece.choice, text=piece.text, tokens=piece.tokens, finish=piece.finish, logprobs=piece.logprobs
+            )
+        )
+
+    def forget_output(self) -> None:
+        """Drop output nobody has seen, for a restart from the prompt."""
+        for choice in self.choices:
+            choice.forget()
+        first = next((i for i, e in enumerate(self.events) if isinstance(e, Delta)), len(self.events))
+        del self.events[first:]
+        self.durable_events = min(self.durable_events, len(self.events))
+        self.first_output_at = None
+        self.checkpointed_tokens = 0
+
+    # -- listeners
+
+    def publish(self, event: ServiceEvent) -> None:
+        """Append an event and wake everyone who listens."""
+        self.events.append(event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let listeners look again."""
+        if self._listeners:
+            listeners, self._listeners = self._listeners, set()
+            for future in listeners:
+                if not future.done():
+                    future.set_result(None)
+
+    async def changed(self) -> None:
+        """Wait until something changed. A bare future: this is awaited for every streamed token."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._listeners.add(future)
+        try:
+            await future
+        finally:
+            self._listeners.discard(future)
+
+    def may_leave(self, index: int) -> bool:
+        """Whether event `index` is as durable as the contract asks."""
+        if isinstance(self.events[index], Routed):
+            return True
+        if self.ask.kept and not isinstance(self.events[index], Ended):
+            return index < self.durable_events
+        return self.first_output_gate is None or self.first_output_gate.done()
