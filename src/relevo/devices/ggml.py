@@ -46,7 +46,7 @@ class EngineDeviceFacts:
     name: str
     description: str
     kind: str
-    """The engine's own word: "cpu", "gpu", "integrated gpu", "accelerator"."""
+    """The engine's own word: "cpu", "gpu", "igpu", "accel"."""
     backend: str
     total_bytes: int | None
     free_bytes: int | None
@@ -64,8 +64,8 @@ class EngineFacts:
 
     @property
     def cards(self) -> tuple[EngineDeviceFacts, ...]:
-        """The devices that are not the CPU."""
-        return tuple(device for device in self.devices if device.kind != "cpu")
+        """The devices that layers can be put on."""
+        return tuple(device for device in self.devices if device.kind in ("gpu", "igpu"))
 
     @property
     def best_cpu_variant(self) -> str | None:
@@ -119,11 +119,12 @@ def _facts(raw: dict[str, Any]) -> EngineFacts:
     )
 
 
-class EngineDevice:
-    """One card, watched through the engine (or the kernel, for AMD) by a thread of its own.
+class GgmlDevice:
+    """One card under the engine's name for it ("Vulkan0"), read from the kernel (AMD) or through the engine.
 
     `declared_bytes`: the budget where nobody tells the free memory; then what is leased is all that is known.
-    `ask`: returns the engine's facts; blocks, and may raise DeviceError.
+    `ask`: returns the engine's facts, as `inspect` does; it blocks and may raise DeviceError, so a thread of our own
+    calls it, begun by the first reading. None: only the kernel is asked.
     """
 
     emulated = False
@@ -131,18 +132,19 @@ class EngineDevice:
     def __init__(
         self,
         name: str,
-        card: EngineDeviceFacts,
-        ask: Callable[[], EngineFacts],
+        engine_device: str,
+        description: str,
         *,
+        ask: Callable[[], EngineFacts] | None = None,
         declared_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = INTERVAL_S,
         root: Path = Path("/"),
     ) -> None:
         self.name = name
-        self.kind = kind_of(card.backend)
-        self.engine_device = card.name
-        self.description = f"{card.description} ({card.backend})"
+        self.kind = kind_of(engine_device)
+        self.engine_device = engine_device
+        self.description = description
         self.declared_bytes = declared_bytes
         self._ask = ask
         self._clock = clock
@@ -150,11 +152,11 @@ class EngineDevice:
         self._root = root
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reading = self._judge(card)
+        self._reading = self._unknown(None, f"Device {name} has not been read yet.")
 
     def start(self) -> None:
-        """Begin to watch."""
-        if self._thread is None:
+        """Begin to watch. Readings do so by themselves; called twice, nothing happens."""
+        if self._thread is None and self._ask is not None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._watch, name=f"engine-{self.name}", daemon=True)
             self._thread.start()
@@ -167,7 +169,10 @@ class EngineDevice:
             thread.join(wait_s)
 
     def read(self) -> Reading:
-        """What was seen last; unknown when that is too long ago. Never waits."""
+        """The kernel's figures as of now, else what the engine said last, unless that is too long ago. Never waits."""
+        if self._ask is None:
+            return self._from_kernel() or self._unknown(None, "Nothing tells this card's memory.")
+        self.start()
         reading = self._reading
         age_s = self._clock() - reading.read_at
         if self.declared_bytes is None and reading.free_bytes is not None and age_s > STALE_AFTER_S:
@@ -177,8 +182,11 @@ class EngineDevice:
 
     def refresh(self) -> Reading:
         """Ask now. Blocks: for the watching thread and for tests."""
+        ask = self._ask
+        if ask is None:
+            return self.read()
         try:
-            facts = self._ask()
+            facts = ask()
         except DeviceError as e:
             self._reading = self._unknown(None, e.message)
             return self._reading
@@ -190,9 +198,9 @@ class EngineDevice:
         return self._reading
 
     def _judge(self, card: EngineDeviceFacts) -> Reading:
-        kernel = amd_memory(self._root) if self.kind in (DeviceKind.ROCM, DeviceKind.VULKAN) else None
+        kernel = self._from_kernel()
         if kernel is not None:
-            return Reading(kernel[0], kernel[1], read_at=self._clock())
+            return kernel
         if card.free_bytes is None or not card.total_bytes:
             return self._unknown(card.total_bytes, "The engine does not tell this card's memory.")
         if card.free_bytes >= card.total_bytes and self.kind is DeviceKind.VULKAN:
@@ -200,24 +208,29 @@ class EngineDevice:
             return self._unknown(card.total_bytes, "This driver calls all of the card's memory free, whatever is used.")
         return Reading(card.total_bytes, card.free_bytes, read_at=self._clock())
 
+    def _from_kernel(self) -> Reading | None:
+        figures = amd_memory(self._root) if self.kind in (DeviceKind.ROCM, DeviceKind.VULKAN) else None
+        return None if figures is None else Reading(figures[0], figures[1], read_at=self._clock())
+
     def _unknown(self, total_bytes: int | None, reason: str) -> Reading:
         more = "" if self.declared_bytes is not None else " Declare total_bytes for the device."
         return Reading(total_bytes, None, read_at=self._clock(), reason=reason + more)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.is_set():
             try:
                 self.refresh()
             except Exception:  # a thread that ended silently would leave old figures standing
                 _log.exception("Device %s could not be read.", self.name)
+            self._stopped.wait(self._interval_s)
 
 
-def kind_of(backend: str) -> DeviceKind:
-    """The kind of device behind an engine's backend. Raises DeviceError for one that is not known."""
+def kind_of(engine_device: str) -> DeviceKind:
+    """The kind of device behind an engine's name for it. Raises DeviceError for one that is not known."""
     for part, kind in _KINDS:
-        if part in backend.lower():
+        if engine_device.lower().startswith(part):
             return kind
-    raise DeviceError(f"The engine's backend {backend} is not one that Relevo knows.")
+    raise DeviceError(f"The engine's device {engine_device} is not of a kind that Relevo knows.")
 
 
 def amd_memory(root: Path = Path("/")) -> tuple[int, int] | None:

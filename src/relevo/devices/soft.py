@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class SoftDevice:
         self._spare_bytes = spare_bytes
         self._clock = clock
         self._processes: dict[int, _Process] = {}
+        self._lock = threading.RLock()  # readings may be taken in a thread while the loop ticks
 
     def __repr__(self) -> str:
         return (
@@ -97,12 +99,14 @@ class SoftDevice:
     @property
     def used_bytes(self) -> int:
         """What all its processes held at the last tick or reading."""
-        return sum(process.used_bytes for process in self._processes.values())
+        with self._lock:
+            return sum(process.used_bytes for process in self._processes.values())
 
     @property
     def occupants(self) -> tuple[Occupant, ...]:
         """Who holds what, as of the last tick or reading."""
-        return tuple(Occupant(process.pid, process.used_bytes) for process in self._processes.values())
+        with self._lock:
+            return tuple(Occupant(process.pid, process.used_bytes) for process in self._processes.values())
 
     def register(self, pid: int, start_time: int | None = None) -> bool:
         """Put a process on the device and govern it from now on. False when it is gone already.
@@ -112,14 +116,16 @@ class SoftDevice:
         found = process_memory.start_ticks(pid)
         if found is None or (start_time is not None and found != start_time):
             return False
-        if pid not in self._processes or self._processes[pid].start_ticks != found:
-            self._processes[pid] = _Process(pid, found)
-            self.tick()
-        return pid in self._processes
+        with self._lock:
+            if pid not in self._processes or self._processes[pid].start_ticks != found:
+                self._processes[pid] = _Process(pid, found)
+                self.tick()
+            return pid in self._processes
 
     def forget(self, pid: int) -> None:
         """Take a process off the device and lift its limit. One that is not on it: nothing happens."""
-        process = self._processes.pop(pid, None)
+        with self._lock:
+            process = self._processes.pop(pid, None)
         if process is not None and process_memory.start_ticks(pid) == process.start_ticks:
             process_memory.set_data_limit(pid, None)
 
@@ -129,48 +135,51 @@ class SoftDevice:
         A limit is what the process holds, what nobody holds, and its spare bytes. It never falls below what the
         process has; while the device is full, spare bytes are given only once.
         """
-        reading = self.read()
-        free = reading.free_bytes or 0
-        for process in list(self._processes.values()):
-            if free > 0:
-                process.full_at_bytes = None
-                limit = process.used_bytes + free + self._spare_bytes
-            else:
-                full_at = process.used_bytes if process.full_at_bytes is None else process.full_at_bytes
-                process.full_at_bytes = min(full_at, process.used_bytes)
-                limit = max(process.full_at_bytes + self._spare_bytes, process.used_bytes)
-            if limit == process.limit_bytes:
-                continue
-            if process_memory.set_data_limit(process.pid, limit):
-                process.limit_bytes = limit
-            elif process_memory.start_ticks(process.pid) == process.start_ticks:
-                _log.warning("Device %s: the limit of process %s could not be set.", self.name, process.pid)
-        return reading
+        with self._lock:
+            reading = self.read()
+            free = reading.free_bytes or 0
+            for process in list(self._processes.values()):
+                if free > 0:
+                    process.full_at_bytes = None
+                    limit = process.used_bytes + free + self._spare_bytes
+                else:
+                    full_at = process.used_bytes if process.full_at_bytes is None else process.full_at_bytes
+                    process.full_at_bytes = min(full_at, process.used_bytes)
+                    limit = max(process.full_at_bytes + self._spare_bytes, process.used_bytes)
+                if limit == process.limit_bytes:
+                    continue
+                if process_memory.set_data_limit(process.pid, limit):
+                    process.limit_bytes = limit
+                elif process_memory.start_ticks(process.pid) == process.start_ticks:
+                    _log.warning("Device %s: the limit of process %s could not be set.", self.name, process.pid)
+            return reading
 
     def read(self) -> Reading:
         """The figures as of now, from the kernel. Under a tenth of a millisecond a process."""
-        self._take_in_ballast()
-        for process in list(self._processes.values()):
-            used = process_memory.data_bytes(process.pid)
-            if used is None or process_memory.start_ticks(process.pid) != process.start_ticks:
-                del self._processes[process.pid]
-            else:
-                process.used_bytes = used
-        used = self.used_bytes
-        self.overshoot_bytes = max(self.overshoot_bytes, used - self.total_bytes)
-        return Reading(self.total_bytes, max(0, self.total_bytes - used), read_at=self._clock())
+        with self._lock:
+            self._take_in_ballast()
+            for process in list(self._processes.values()):
+                used = process_memory.data_bytes(process.pid)
+                if used is None or process_memory.start_ticks(process.pid) != process.start_ticks:
+                    del self._processes[process.pid]
+                else:
+                    process.used_bytes = used
+            used = self.used_bytes
+            self.overshoot_bytes = max(self.overshoot_bytes, used - self.total_bytes)
+            return Reading(self.total_bytes, max(0, self.total_bytes - used), read_at=self._clock())
 
     def reset(self) -> int:
         """What a driver does in despair: every process on the device is killed. Returns how many were."""
-        self._take_in_ballast()
-        killed = 0
-        for process in self._processes.values():
-            if process_memory.start_ticks(process.pid) == process.start_ticks:
-                process_memory.kill_group(process.pid)
-                killed += 1
-        self.resets += 1
-        _log.warning("Device %s was reset; processes killed: %s.", self.name, killed)
-        return killed
+        with self._lock:
+            self._take_in_ballast()
+            killed = 0
+            for process in self._processes.values():
+                if process_memory.start_ticks(process.pid) == process.start_ticks:
+                    process_memory.kill_group(process.pid)
+                    killed += 1
+            self.resets += 1
+            _log.warning("Device %s was reset; processes killed: %s.", self.name, killed)
+            return killed
 
     async def govern(self, interval_s: float = TICK_S) -> None:
         """Tick until cancelled. One bad tick is logged and does not end it."""
