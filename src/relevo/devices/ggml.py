@@ -64,7 +64,7 @@ class EngineFacts:
 
     @property
     def cards(self) -> tuple[EngineDeviceFacts, ...]:
-        """The devices that layers can be put on."""
+        """The devices that layers can be put on, in the engine's order."""
         return tuple(device for device in self.devices if device.kind in ("gpu", "igpu"))
 
     @property
@@ -119,12 +119,11 @@ def _facts(raw: dict[str, Any]) -> EngineFacts:
     )
 
 
-class GgmlDevice:
-    """One card under the engine's name for it ("Vulkan0"), read from the kernel (AMD) or through the engine.
+class EngineDevice:
+    """One card, watched through the engine (or the kernel, for AMD) by a thread of its own.
 
     `declared_bytes`: the budget where nobody tells the free memory; then what is leased is all that is known.
-    `ask`: returns the engine's facts, as `inspect` does; it blocks and may raise DeviceError, so a thread of our own
-    calls it, begun by the first reading. None: only the kernel is asked.
+    `ask`: returns the engine's facts; blocks, and may raise DeviceError.
     """
 
     emulated = False
@@ -132,19 +131,18 @@ class GgmlDevice:
     def __init__(
         self,
         name: str,
-        engine_device: str,
-        description: str,
+        card: EngineDeviceFacts,
+        ask: Callable[[], EngineFacts],
         *,
-        ask: Callable[[], EngineFacts] | None = None,
         declared_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = INTERVAL_S,
         root: Path = Path("/"),
     ) -> None:
         self.name = name
-        self.kind = kind_of(engine_device)
-        self.engine_device = engine_device
-        self.description = description
+        self.kind = kind_of(card.backend)
+        self.engine_device = card.name
+        self.description = f"{card.description} ({card.backend})"
         self.declared_bytes = declared_bytes
         self._ask = ask
         self._clock = clock
@@ -152,11 +150,11 @@ class GgmlDevice:
         self._root = root
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reading = self._unknown(None, f"Device {name} has not been read yet.")
+        self._reading = self._judge(card)
 
     def start(self) -> None:
-        """Begin to watch. Readings do so by themselves; called twice, nothing happens."""
-        if self._thread is None and self._ask is not None:
+        """Begin to watch. Called twice, nothing more happens."""
+        if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._watch, name=f"engine-{self.name}", daemon=True)
             self._thread.start()
@@ -169,10 +167,7 @@ class GgmlDevice:
             thread.join(wait_s)
 
     def read(self) -> Reading:
-        """The kernel's figures as of now, else what the engine said last, unless that is too long ago. Never waits."""
-        if self._ask is None:
-            return self._from_kernel() or self._unknown(None, "Nothing tells this card's memory.")
-        self.start()
+        """What was seen last; unknown when that is too long ago. Never waits."""
         reading = self._reading
         age_s = self._clock() - reading.read_at
         if self.declared_bytes is None and reading.free_bytes is not None and age_s > STALE_AFTER_S:
@@ -182,11 +177,8 @@ class GgmlDevice:
 
     def refresh(self) -> Reading:
         """Ask now. Blocks: for the watching thread and for tests."""
-        ask = self._ask
-        if ask is None:
-            return self.read()
         try:
-            facts = ask()
+            facts = self._ask()
         except DeviceError as e:
             self._reading = self._unknown(None, e.message)
             return self._reading
@@ -198,9 +190,9 @@ class GgmlDevice:
         return self._reading
 
     def _judge(self, card: EngineDeviceFacts) -> Reading:
-        kernel = self._from_kernel()
+        kernel = amd_memory(self._root) if self.kind in (DeviceKind.ROCM, DeviceKind.VULKAN) else None
         if kernel is not None:
-            return kernel
+            return Reading(kernel[0], kernel[1], read_at=self._clock())
         if card.free_bytes is None or not card.total_bytes:
             return self._unknown(card.total_bytes, "The engine does not tell this card's memory.")
         if card.free_bytes >= card.total_bytes and self.kind is DeviceKind.VULKAN:
@@ -208,29 +200,24 @@ class GgmlDevice:
             return self._unknown(card.total_bytes, "This driver calls all of the card's memory free, whatever is used.")
         return Reading(card.total_bytes, card.free_bytes, read_at=self._clock())
 
-    def _from_kernel(self) -> Reading | None:
-        figures = amd_memory(self._root) if self.kind in (DeviceKind.ROCM, DeviceKind.VULKAN) else None
-        return None if figures is None else Reading(figures[0], figures[1], read_at=self._clock())
-
     def _unknown(self, total_bytes: int | None, reason: str) -> Reading:
         more = "" if self.declared_bytes is not None else " Declare total_bytes for the device."
         return Reading(total_bytes, None, read_at=self._clock(), reason=reason + more)
 
     def _watch(self) -> None:
-        while not self._stopped.is_set():
+        while not self._stopped.wait(self._interval_s):
             try:
                 self.refresh()
             except Exception:  # a thread that ended silently would leave old figures standing
                 _log.exception("Device %s could not be read.", self.name)
-            self._stopped.wait(self._interval_s)
 
 
-def kind_of(engine_device: str) -> DeviceKind:
-    """The kind of device behind an engine's name for it. Raises DeviceError for one that is not known."""
+def kind_of(backend: str) -> DeviceKind:
+    """The kind of device behind an engine's backend. Raises DeviceError for one that is not known."""
     for part, kind in _KINDS:
-        if engine_device.lower().startswith(part):
+        if part in backend.lower():
             return kind
-    raise DeviceError(f"The engine's device {engine_device} is not of a kind that Relevo knows.")
+    raise DeviceError(f"The engine's backend {backend} is not one that Relevo knows.")
 
 
 def amd_memory(root: Path = Path("/")) -> tuple[int, int] | None:
