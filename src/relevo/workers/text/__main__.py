@@ -11,7 +11,7 @@ import socket
 import sys
 
 from relevo.workers.frames import FrameError, FrameSocket
-from relevo.workers.text.process import TextProcess
+from relevo.workers.text.process import RENDER_S, TextProcess
 
 
 def main() -> int:
@@ -19,10 +19,11 @@ def main() -> int:
     other end broke the protocol."""
     parser = argparse.ArgumentParser(prog="relevo.workers.text", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the connected socket")
+    parser.add_argument("--render-s", type=float, default=RENDER_S, help="processor time of one rendering")
     arguments = parser.parse_args()
     frames = FrameSocket(socket.socket(fileno=arguments.fd))
     try:
-        return TextProcess(frames).run()
+        return TextProcess(frames, arguments.render_s).run()
     except FrameError as e:
         print(f"The text process ends: {e}", file=sys.stderr)
         return 2

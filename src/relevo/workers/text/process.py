@@ -47,8 +47,9 @@ BYTES_PER_TOKEN = 64
 class TextProcess:
     """One model's text side behind one socket. `run` returns the exit code."""
 
-    def __init__(self, frames: FrameSocket) -> None:
+    def __init__(self, frames: FrameSocket, render_s: float = RENDER_S) -> None:
         self._frames = frames
+        self._render_s = render_s
         self._guard = Guard()
         self._calls = 0
         self._call_started: float | None = None
@@ -108,7 +109,7 @@ class TextProcess:
         self._vocabulary = vocabulary
         self._folder = start.folder
         bound_memory(MEMORY_BYTES)
-        with self._guard.limit(RENDER_S, RENDER_S + HARD_EXTRA_S):
+        with self._guard.limit(self._render_s, self._render_s + HARD_EXTRA_S):
             self._template = self._choose_template(header, start)
         return TextReady(
             pid=os.getpid(),
@@ -145,7 +146,7 @@ class TextProcess:
             return TextRefused(call.call, "too_large", str(e))
         except OutOfTime:
             return TextRefused(
-                call.call, "timeout", f"The chat template took more than {RENDER_S:g} s of processor time."
+                call.call, "timeout", f"The chat template took more than {self._render_s:g} s of processor time."
             )
         except MemoryError:
             return TextRefused(call.call, "too_large", "This text took more memory than allowed.")
@@ -158,7 +159,7 @@ class TextProcess:
         if self._template is None:
             raise RenderRefused("template", NO_TEMPLATE)
         messages = prepare_messages(call.messages, self._template.habits)
-        with self._guard.limit(RENDER_S, RENDER_S + HARD_EXTRA_S):
+        with self._guard.limit(self._render_s, self._render_s + HARD_EXTRA_S):
             text = self._template.render(
                 messages, tools=call.tools, variables=call.variables, now=datetime.now().astimezone()
             )
