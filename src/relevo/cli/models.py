@@ -127,7 +127,8 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def name_from(text: str) -> str:
-    """A name that clients can type, from a model's own."""
+    """A name that clients can type, from a file's: without its number format, in small letters."""
+    text = re.sub(r"(?i)[._-](i?q\d\w*|b?f16|f32|mxfp4\w*)$", "", text)
     name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
     return re.sub(r"-{2,}", "-", name)[:64] or "model"
 

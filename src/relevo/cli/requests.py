@@ -71,7 +71,7 @@ def list_requests(
     made = table("", "id", "model", "state", "created", "took", "reason", numbers=("took",))
     for record in records:
         ended = record.get("ended")
-        took = duration_text(ended - record["created"]) if isinstance(ended, int | float) else "-"
+        took = duration_text(ended - record.get("created", ended)) if isinstance(ended, int | float) else "-"
         made.add_row(
             plain(str(record["id"])), plain(str(record["model"])), plain(str(record["state"])),
             ago_text(record.get("created")), took, short(record.get("reason") or ""),

@@ -90,7 +90,7 @@ def size_up(place: Place, path: Path, *, name: str | None, context_tokens: int |
 
     header = read_header(path)
     config = place.load(may_be_missing=True)
-    chosen = name or name_from(header.name or path.stem)
+    chosen = name or name_from(path.stem)
     _check_name(config, chosen, given=name is not None)
     if not 1 <= slots <= _MOST_SLOTS:
         raise ConfigError(f"--slots {slots} is not possible: 1 to {_MOST_SLOTS}.")

@@ -23,7 +23,8 @@ Watch = Annotated[
 def status(*, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False, watch: Watch = False) -> int:
     """Show devices, replicas and lanes of the running service.
 
-    Exits 0 while any route serves, degraded or not, and 1 when none does or nothing runs. A figure that is not known says why.
+    Exits 0 while any route serves, degraded or not, and 1 when none does or nothing runs.
+    A figure that is not known says why.
     """
     from relevo.cli.running import running
 
