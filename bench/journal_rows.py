@@ -147,7 +147,7 @@ def main() -> None:
         print(
             f"{run['writers']:3d} writers, {what}: {run['submissions_per_s']} rows/s, "
             f"{run['commits_per_s']} commits/s, {run['submissions_per_commit']} rows a commit, "
-            f"accept p50 {run['accept_ms']['p50']} ms, p99 {run['accept_ms']['p99']} ms, max {run['accept_ms']['max']} ms"
+            "accept p50 {p50} ms, p99 {p99} ms, max {max} ms".format(**run["accept_ms"])
         )
 
 

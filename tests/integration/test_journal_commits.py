@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from .fakes.journal_kit import Disk, accept, end, move, open_journal, opened
 
 from relevo.core.errors import JournalUnavailable, RequestNotFound
 from relevo.journal import (
@@ -23,6 +22,9 @@ from relevo.journal import (
     WorkerGone,
     WorkerStarted,
 )
+from relevo.journal import journal as journal_module
+
+from .fakes.journal_kit import Disk, accept, end, move, open_journal, opened
 
 
 def start(name: object, attempt: int) -> StartAttempt:
@@ -270,6 +272,8 @@ def test_hostile_strings_are_only_strings(tmp_path: Path) -> None:
         move("b", "accepted", "nowhere"),
         end("b", "running"),
         AddEvent(id="req_b", kind="x", at=1.0, payload="text"),  # type: ignore[arg-type]
+        AddEvent(id="req_b", kind="x", at=1.0, payload=5),  # type: ignore[arg-type]
+        "not an operation",
     ],
 )
 def test_what_cannot_be_recorded_is_refused_and_stops_nobody(tmp_path: Path, wrong: object) -> None:
@@ -301,7 +305,7 @@ def test_an_unknown_request_is_named_as_such(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_workers_and_facts_are_remembered(tmp_path: Path) -> None:
+def test_workers_and_facts_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = WorkerStarted(pid=10, start_time=99, model="demo", route="gpu", device="gpu0", at=1.0)
 
     async def first() -> None:
@@ -309,15 +313,22 @@ def test_workers_and_facts_are_remembered(tmp_path: Path) -> None:
             await journal.commit(worker, PutFact(key="probe/demo", value=b"[1]"), PutFact(key="other", value=b"2"))
             await journal.commit(PutFact(key="probe/demo", value=b"[2]"))
 
+    async def another_boot() -> None:
+        async with opened(tmp_path) as journal:
+            assert await journal.workers() == []  # pids of another boot mean nothing
+
     async def second() -> None:
         async with opened(tmp_path) as journal:
             assert [(w.pid, w.start_time) for w in await journal.workers()] == [(10, 99)]
             assert await journal.facts("probe/") == {"probe/demo": b"[2]"}
             await journal.commit(WorkerGone(pid=10, start_time=99))
             assert await journal.workers() == []
+            await journal.commit(worker)
 
     asyncio.run(first())
     asyncio.run(second())
+    monkeypatch.setattr(journal_module, "_boot", lambda: "another boot")
+    asyncio.run(another_boot())
 
 
 def test_resumable_requests_are_due_when_their_time_is_over(tmp_path: Path) -> None:

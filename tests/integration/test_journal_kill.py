@@ -79,6 +79,43 @@ def test_kill_9_loses_no_acknowledged_request(tmp_path: Path) -> None:
     check(tmp_path, acknowledged)
 
 
+TWENTY = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.integration.fakes.journal_kit import accept, open_journal
+
+async def run():
+    journal = open_journal(Path(sys.argv[1]))
+    for n in range(20):
+        await journal.commit(accept(n))
+    os.kill(os.getpid(), 9)
+
+asyncio.run(run())
+"""
+
+
+def test_a_flipped_bit_in_the_log_is_announced_and_not_swallowed(tmp_path: Path) -> None:
+    """SQLite drops the log from a bad frame on, without a word. The mark beside the file knows better."""
+    child = subprocess.run([sys.executable, "-c", TWENTY, str(tmp_path)], cwd=ROOT, timeout=30, check=False)
+    assert child.returncode == -9
+    log = tmp_path / "journal.db-wal"
+    data = bytearray(log.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    log.write_bytes(data)
+
+    async def run() -> None:
+        async with opened(tmp_path) as journal:
+            gap = journal.missing_after_crash
+            assert gap is not None
+            kept = (await journal.counts()).accepted_in_all
+            assert 1 < kept < 20
+            assert (gap.numbers_from, gap.numbers_to) == (kept + 1, 20)
+
+    asyncio.run(run())
+    with Journal.open_reader(tmp_path) as reader:
+        assert [f.rule for f in audit(reader)] == ["missing"]
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_kill_9_loses_no_acknowledged_request_in_many_kills(tmp_path: Path) -> None:

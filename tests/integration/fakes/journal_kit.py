@@ -85,9 +85,9 @@ class _Image:
         for offset, data in self.pending:
             if dice.random() >= keep:
                 continue
-            if data is not None and dice.random() < 0.25:
-                data = data[: SECTOR_BYTES * dice.randint(0, len(data) // SECTOR_BYTES)]
-            _put(left, offset, data)
+            torn = data is not None and dice.random() < 0.25
+            kept_bytes = SECTOR_BYTES * dice.randint(0, len(data) // SECTOR_BYTES) if data and torn else None
+            _put(left, offset, data if data is None else data[:kept_bytes])
         return bytes(left)
 
 
@@ -118,11 +118,11 @@ class Disk(apsw.VFS):
         self.before: Callable[[str, str, int], None] = lambda _kind, _file, _call: None
         self.guard = threading.RLock()
 
-    def xOpen(self, name: Any, flags: list[int]) -> apsw.VFSFile:  # noqa: N802
+    def xOpen(self, name: Any, flags: list[int]) -> apsw.VFSFile:
         path = name if isinstance(name, str) or name is None else name.filename()
         return _DiskFile(self, path, name, flags)
 
-    def xDelete(self, filename: str, syncdir: bool) -> None:  # noqa: N802
+    def xDelete(self, filename: str, syncdir: bool) -> None:
         self.images.pop(Path(filename).name, None)
         super().xDelete(filename, syncdir)
 
@@ -154,20 +154,20 @@ class _DiskFile(apsw.VFSFile):
             if path and Path(path).exists():
                 image.durable = bytearray(Path(path).read_bytes())
 
-    def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802
+    def xWrite(self, data: bytes, offset: int) -> None:
         with self._disk.guard:
             self._disk.asked("write", self._name)
             self._disk.check_space(self._name, offset + len(data))
             super().xWrite(data, offset)
             self._disk.images[self._name].pending.append((offset, bytes(data)))
 
-    def xTruncate(self, newsize: int) -> None:  # noqa: N802
+    def xTruncate(self, newsize: int) -> None:
         with self._disk.guard:
             self._disk.asked("truncate", self._name)
             super().xTruncate(newsize)
             self._disk.images[self._name].pending.append((newsize, None))
 
-    def xSync(self, flags: int) -> None:  # noqa: N802
+    def xSync(self, flags: int) -> None:
         with self._disk.guard:
             self._disk.asked("sync", self._name)
             self._disk.syncs += 1
