@@ -11,7 +11,9 @@ import time
 from typing import Any
 
 import pytest
+import uvloop
 
+from relevo.core.errors import ModelFileError
 from relevo.core.events import AttemptEnded, Ready, Step
 from relevo.replicas.process import ProcessLimits
 from relevo.replicas.replica import ReplicaNotServing
@@ -183,17 +185,17 @@ def test_a_short_stop_only_makes_it_suspect() -> None:
 def test_a_starved_gateway_does_not_blame_the_worker() -> None:
     async def scenario() -> None:
         house = House()
-        replica = make_replica(house, {}, suspect_s=0.4, fence_s=0.6)
+        replica = make_replica(house, {}, suspect_s=1.0, fence_s=1.2)
         async with running(replica):
             await house.until("ready")
             for _ in range(2):
-                time.sleep(0.7)  # the loop stands still for longer than the worker is trusted
+                time.sleep(1.3)  # the loop stands still for longer than the worker is trusted
                 await asyncio.sleep(0)
             await asyncio.sleep(0.3)
             assert replica.state is ReplicaState.SERVING
             assert house.count("suspect") == house.count("lost") == 0
 
-    under_both_loops(scenario)
+    uvloop.run(scenario())
 
 
 def test_a_step_without_end_is_a_stall_though_the_heart_beats() -> None:
@@ -422,6 +424,43 @@ def test_a_mistake_of_the_owner_comes_out_of_run_after_everything_is_cleaned_up(
         assert house.count("lost") == house.count("gone") == 1
 
     asyncio.run(scenario())
+
+
+def test_a_stop_before_the_first_step_counts_and_one_without_a_run_is_harmless() -> None:
+    async def scenario() -> None:
+        house = House()
+        replica = make_replica(house, {})
+        run = asyncio.create_task(replica.run())
+        await replica.stop()
+        await run
+        assert house.told == []
+        await replica.stop()
+        async with running(replica):
+            await house.until("ready")
+
+    asyncio.run(scenario())
+
+
+def test_a_plan_that_fails_is_a_death_and_a_mistake_in_it_comes_out_of_run() -> None:
+    async def scenario(error: Exception) -> House:
+        house = House()
+        replica = make_replica(house, {}, backoff=short_backoff(1))
+
+        def plan() -> Any:
+            raise error
+
+        replica._plan = plan
+        async with asyncio.timeout(5), running(replica):
+            await house.until("gone")
+            await asyncio.sleep(0.05)
+        assert not house.leases
+        return house
+
+    house = asyncio.run(scenario(ModelFileError("The file is gone.")))
+    assert house.names() == ["may_start", "lost", "gone", "given_up"] and "The file is gone." in house.told[1][2].cause
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(scenario(KeyError("bug")))
+    assert raised.group_contains(KeyError)
 
 
 def test_many_restarts_leave_no_descriptors_threads_or_processes() -> None:

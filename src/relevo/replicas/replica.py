@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -252,19 +252,22 @@ class Replica:
             self._life.shut_down(grace_s)
         await self._finished.wait()
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[Any, Any, None]:
         """Live until `stop`. Belongs into the owner's task group; may be run again after it ended.
 
-        Raises only what the owner's own event methods raised; the worker is fenced and gone by then.
+        A stop that comes before the task's first step counts. Raises only what the owner's own methods raised;
+        the worker is fenced and gone by then.
         """
         if not self._finished.is_set():
             raise RuntimeError(f"The replica {self.name} runs already.")
-        self._finished.clear()
         self._stopping = False
+        return self._run()
+
+    async def _run(self) -> None:
+        self._finished.clear()
         try:
             while not self._stopping:
                 self._become(ReplicaState.WAITING)
-                self._wake.clear()
                 self._number += 1
                 limits = await self._unless_stopped(self._events.may_start(self, self._number), 0.0)
                 if limits is not None:
@@ -279,16 +282,18 @@ class Replica:
 
     async def _live(self, limits: ProcessLimits) -> Death:
         self._become(ReplicaState.STARTING)
+        plan, refusal = None, None
         try:
-            plan, refusal = self._plan(), None
-        except RelevoError as e:
-            plan, refusal = None, e.message
+            plan = self._plan()
+        except Exception as e:
+            refusal = e
         life = Incarnation(self._number, self.name, self._life_settings(plan), self._take, self._judge_sign)
         self._life = life
         try:
             if self._stopping:
                 life.kill("It was asked to end before it had started.", None)
             elif plan is None:
+                life.mistake = refusal if not isinstance(refusal, RelevoError) else None
                 life.kill(f"The start of {self.name} could not be planned: {refusal}", FaultKind.UNCLASSIFIED_DEATH)
             else:
                 await self._start(life, limits, plan)
@@ -337,6 +342,7 @@ class Replica:
         """What comes between two lives: nothing, a back-off, or giving up."""
         if self._stopping or death.kind is None:
             return
+        self._wake.clear()  # a resume while it served was not about this
         loop = asyncio.get_running_loop()
         verdict = self._backoff.failed(loop.time(), random.random())  # noqa: S311 - spreads restarts, guards nothing
         if isinstance(verdict, GivenUp):

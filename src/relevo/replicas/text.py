@@ -13,7 +13,7 @@ import math
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,13 +154,16 @@ class TextProcess:
             self._life.shut_down(grace_s)
         await self._finished.wait()
 
-    async def run(self) -> None:
-        """Keep a text process alive until `stop`."""
+    def run(self) -> Coroutine[Any, Any, None]:
+        """Keep a text process alive until `stop`. A stop that comes before the task's first step counts."""
         if not self._finished.is_set():
             raise RuntimeError(f"The text process of {self.model} runs already.")
-        self._finished.clear()
         self._stopping = False
         self._wake.clear()
+        return self._run()
+
+    async def _run(self) -> None:
+        self._finished.clear()
         self._folder = Path(tempfile.mkdtemp(prefix="relevo-text-"))  # mode 0700
         delay_s = _FIRST_DELAY_S
         try:
@@ -186,7 +189,10 @@ class TextProcess:
         self._life = life
         answered_before = self._calls
         try:
-            await self._start(life)
+            if not self._stopping:
+                await self._start(life)
+            else:
+                life.kill("It was asked to end before it had started.", None)
             await asyncio.shield(life.ended)
         finally:
             was_ready = life.is_ready

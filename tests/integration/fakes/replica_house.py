@@ -105,8 +105,8 @@ def make_replica(
     habits: dict[str, Any],
     *,
     backoff: Callable[[str], Backoff] | None = None,
-    suspect_s: float = 0.5,
-    fence_s: float = 1.0,
+    suspect_s: float = 2.0,
+    fence_s: float = 8.0,
     step_deadline_s: float = 60.0,
     **settings: Any,
 ) -> Replica:
@@ -130,7 +130,7 @@ def make_replica(
 
 
 @asynccontextmanager
-async def running(replica: Replica, grace_s: float = 2.0) -> AsyncIterator[Replica]:
+async def running(replica: Replica, grace_s: float = 2.0, others: int = 0) -> AsyncIterator[Replica]:
     """Run it for the length of the block, then stop it, and leave nothing behind."""
     async with asyncio.TaskGroup() as group:
         group.create_task(replica.run(), name="replica")
@@ -138,7 +138,7 @@ async def running(replica: Replica, grace_s: float = 2.0) -> AsyncIterator[Repli
             yield replica
         finally:
             await replica.stop(grace_s)
-    assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
+    assert len(asyncio.all_tasks()) == 1 + others, asyncio.all_tasks()
 
 
 def under_both_loops(test: Callable[[], Any]) -> None:
