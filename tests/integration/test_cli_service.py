@@ -49,6 +49,10 @@ def test_the_holder_of_the_state_folder_tells_where_it_answers(
 ) -> None:
     journal = open_journal(own_place / "state")
     try:
+        assert main(["status"]) == 1
+        assert f"process {os.getpid()}" in capsys.readouterr().err
+        assert main(["requests", "list"]) == 1
+        assert "is starting" in capsys.readouterr().err
         with open_house() as house:
             journal.announce(house.base)
             assert main(["status", "--json"]) == 0

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = build_app()(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, where a reader that went away can still be handled
     except CycloptsError as error:
         complain(_usage(error))
         return EXIT_USAGE

@@ -74,9 +74,11 @@ def prepare(client: Client, place: ServicePlace, host: str | None) -> Connection
 
     paths = place.paths()
     config = place.load(may_be_missing=True)
-    url, running = find_url(place)
-    listens = urlsplit(url)
-    open_to_all = not is_loopback(config.server.host) if not running else not is_loopback(listens.hostname or "")
+    found = find_url(place)
+    listens = urlsplit(found.url)
+    open_to_all = (
+        not is_loopback(config.server.host) if not found.announced else not is_loopback(listens.hostname or "")
+    )
     docker = client == "open-webui" and host is None
     reached = _checked_host(host) if host else DOCKER_NAME if docker else "127.0.0.1"
     wanted = [DOCKER_NAME, DOCKER_ADDRESS] if client == "open-webui" else []
@@ -139,7 +141,7 @@ def _test(made: Connection, place: ServicePlace) -> None:
     from relevo.cli.running import KEY_VARIABLE, find_url
 
     key = made.key or place.key or os.environ.get(KEY_VARIABLE)
-    local, _ = find_url(place)
+    local = find_url(place).url
     asked = made.base_url.removesuffix("/v1")
     direct = made.reaches and _reachable(asked)
     if not direct and not _reachable(local):

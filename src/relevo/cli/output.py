@@ -29,10 +29,14 @@ def print_json(value: Any) -> None:
 
 def console() -> Console:
     """Where people read. Markup in what others wrote is never obeyed."""
-    from rich.console import Console
+    from rich import console as rich_console
+
+    class Screen(rich_console.Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # one place decides what that means
 
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+    return Screen(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 def table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:

@@ -197,7 +197,10 @@ def _check_journal(place: ServicePlace, down: Exception) -> None:
 
     from relevo.cli.running import URL_VARIABLE
     from relevo.journal.database import FILE
+    from relevo.journal.folder import read_holder
 
+    if read_holder(place.paths().state) is not None:
+        raise down
     if place.url or os.environ.get(URL_VARIABLE) or not (place.paths().state / FILE).is_file():
         raise down
 

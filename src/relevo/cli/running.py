@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relevo.cli.place import ServicePlace, load_config_at
 from relevo.core.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import httpx2
 
 KEY_VARIABLE = "RELEVO_KEY"
@@ -33,18 +31,29 @@ class ServiceRefused(RelevoError):
     code = "refused"
 
 
-def find_url(place: ServicePlace) -> tuple[str, bool]:
-    """The address to try, and whether a service is known to hold the state folder.
+class Found(NamedTuple):
+    """The address to try, and what is known before trying."""
 
-    In order: --url, RELEVO_URL, what the running service wrote into its state folder, the configuration.
-    """
+    url: str
+    announced: bool = False
+    """The holder of the state folder says that it answers there."""
+    starting_pid: int | None = None
+    """A process that holds the state folder and has not said yet where it answers."""
+
+
+def find_url(place: ServicePlace) -> Found:
+    """Where the service is: --url, RELEVO_URL, what the holder of the state folder wrote, or the configuration."""
+    from relevo.journal.folder import read_holder
+
     named = place.url or os.environ.get(URL_VARIABLE)
     if named:
-        return named.rstrip("/"), False
-    written = written_url(place.paths().state)
-    if written:
-        return written.rstrip("/"), True
-    return configured_url(place), False
+        return Found(named.rstrip("/"))
+    holder = read_holder(place.paths().state)  # the lock tells, so what a crash left behind is not believed
+    if holder is None:
+        return Found(configured_url(place))
+    if holder.address is None:
+        return Found(configured_url(place), starting_pid=holder.pid)
+    return Found(holder.address.rstrip("/"), announced=True)
 
 
 def configured_url(place: ServicePlace) -> str:
@@ -64,22 +73,12 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
-def written_url(state: Path) -> str | None:
-    """Where the holder of the state folder says that it answers; None where nobody holds it.
-
-    The lock tells, so what a crash left behind is not believed.
-    """
-    from relevo.journal.folder import read_holder
-
-    holder = read_holder(state)
-    return None if holder is None else holder.address
-
-
 class Service:
     """One running service, over HTTP."""
 
-    def __init__(self, client: httpx2.Client, url: str) -> None:
+    def __init__(self, client: httpx2.Client, url: str, starting_pid: int | None = None) -> None:
         self._client = client
+        self._starting_pid = starting_pid
         self.url = url
 
     def get(self, path: str, **query: Any) -> Any:
@@ -101,6 +100,8 @@ class Service:
                 f"Relevo at {self.url} does not answer in time. `relevo doctor` looks for the cause."
             ) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as e:
+            if self._starting_pid is not None:
+                raise ServiceDown(f"Relevo (process {self._starting_pid}) is starting or stopping.") from None
             raise ServiceDown(f"Relevo is not running: nothing answers at {self.url} ({_why(e)}).") from None
         if answer.status_code >= 400:
             raise ServiceRefused(_sentence(answer), detail={"status": answer.status_code})
@@ -115,14 +116,14 @@ def running(place: ServicePlace, *, timeout_s: float = _TIMEOUT_S) -> Iterator[S
     """The service of this place. Raises ServiceDown at the first call if it does not run."""
     import httpx2
 
-    url, _ = find_url(place)
+    found = find_url(place)
     key = place.key or os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     # no proxy from the environment: it would be asked for an address of this house
     with httpx2.Client(
-        base_url=url, headers=headers, timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S), trust_env=False
+        base_url=found.url, headers=headers, timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S), trust_env=False
     ) as client:
-        yield Service(client, url)
+        yield Service(client, found.url, found.starting_pid)
 
 
 def _why(error: Exception) -> str:

@@ -55,7 +55,7 @@ def _show(service: Any, *, as_json: bool) -> int:
     if as_json:
         print_json(found)
     elif down:
-        complain(f"{found['reason']} Start it with `relevo serve`.")
+        complain(found["reason"] + ("" if "starting" in found["reason"] else " Start it with `relevo serve`."))
     else:
         screen = console()
         for part in render_status(found, service.url):

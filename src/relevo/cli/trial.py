@@ -97,13 +97,14 @@ def _wait_ready(process: subprocess.Popen[bytes], place: Path, until: float) -> 
     """The address, once a route serves."""
     import httpx2
 
-    from relevo.cli.running import written_url
+    from relevo.journal.folder import read_holder
 
     while time.monotonic() < until:
         if process.poll() is not None:
             raise TrialFailed(f"The model did not start: {_last_line(place)}")
         with contextlib.suppress(httpx2.HTTPError):
-            url = written_url(place / "state")
+            holder = read_holder(place / "state")
+            url = None if holder is None else holder.address
             if url is not None and httpx2.get(f"{url}/ready", timeout=5.0, trust_env=False).status_code == 200:
                 return url
         time.sleep(_POLL_S)

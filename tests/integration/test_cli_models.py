@@ -1,0 +1,71 @@
+"""`relevo models add` with a real model file, and with what only looks like one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relevo.cli import main
+from relevo.config import load_config
+from relevo.setup import demo
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RELEVO_URL", "RELEVO_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RELEVO_STATE", str(tmp_path / "state"))
+    config = tmp_path / "relevo.toml"
+    config.write_text("# mine\n[server]\nport = 1\n")
+    monkeypatch.setenv("RELEVO_CONFIG", str(config))
+    return tmp_path
+
+
+def refused(place: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `models add`; it must refuse in one sentence and change nothing."""
+    before = {p.name: p.stat().st_mtime_ns for p in place.iterdir()}
+    assert main(["models", "add", *words]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    assert {p.name: p.stat().st_mtime_ns for p in place.iterdir()} == before
+    return err
+
+
+def test_what_is_no_model_file_changes_nothing(own_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    garbage = own_place / "garbage.gguf"
+    garbage.write_bytes(b"not a model" * 100)
+    assert "garbage.gguf" in refused(own_place, capsys, str(garbage), "--yes")
+    assert "nothing.gguf" in refused(own_place, capsys, str(own_place / "nothing.gguf"), "--yes")
+    assert "." in refused(own_place, capsys, str(own_place), "--yes")
+
+
+def test_a_file_cut_short_changes_nothing(own_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = own_place / "cut.gguf"
+    with demo.find().open("rb") as whole:
+        cut.write_bytes(whole.read(2_500_000))
+    assert "incomplete" in refused(own_place, capsys, str(cut), "--yes")
+
+
+def test_a_plan_without_a_yes_changes_nothing(own_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--yes" in refused(own_place, capsys, str(demo.find()))
+    assert "9000" in refused(own_place, capsys, str(demo.find()), "--yes", "--context", "9000")
+    assert "0" in refused(own_place, capsys, str(demo.find()), "--yes", "--slots", "0")
+
+
+def test_a_model_is_tried_and_then_written_with_comments_kept(
+    own_place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["models", "add", str(demo.find()), "--yes", "--context", "1024", "--slots", "2", "--json"]
+    assert main(words) == 0
+    said: Any = json.loads(capsys.readouterr().out)
+    assert said["name"] == "smollm2-135m-instruct"
+    assert "Paris" in said["trial"]["answer"] and said["trial"]["tokens_per_s"] > 0
+    assert said["plan"]["cpu_parts"]["weights_bytes"] > 90_000_000
+    text = (own_place / "relevo.toml").read_text()
+    assert text.startswith("# mine\n") and (own_place / "relevo.toml.bak").exists()
+    model = load_config(own_place / "relevo.toml").models["smollm2-135m-instruct"]
+    assert (model.path, model.context_tokens, model.slots) == (str(demo.find()), 1024, 2)
+    assert "already" in refused(own_place, capsys, str(demo.find()), "--yes")
