@@ -22,7 +22,8 @@ ENGINE_RELEASE: Final = "v0.5.0"
 _VERSION: Final = "3.22.1"
 _OLDEST_GLIBC: Final = (2, 34)
 _CUDA_13_DRIVER: Final = 580
-_CUDA_12_DRIVER: Final = 525
+OLDEST_NVIDIA_DRIVER: Final = 525
+"""The oldest that the CUDA 12 set runs with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def fitting_sets(machine: Machine) -> list[LibrarySet]:
     names = []
     if machine.nvidia_driver is not None and machine.nvidia_driver >= _CUDA_13_DRIVER:
         names.append("linux-x64-cuda")
-    if machine.nvidia_driver is not None and machine.nvidia_driver >= _CUDA_12_DRIVER:
+    if machine.nvidia_driver is not None and machine.nvidia_driver >= OLDEST_NVIDIA_DRIVER:
         names.append("linux-x64-cuda12")
     if machine.vulkan and machine.cards & {"amd", "intel"}:
         names.append("linux-x64-vulkan")
