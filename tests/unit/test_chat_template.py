@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from relevo.core.errors import ModelFileError
+from relevo.models import chat_template
 from relevo.models.chat_template import CHATML, ChatTemplate, Habits, RenderRefused, choose_template
 from relevo.models.messages import prepare_messages
 
@@ -113,11 +114,10 @@ def test_no_template_gets_out_of_its_sandbox(source: str) -> None:
     assert refused(source).code in ("template", "too_large")
 
 
-def test_output_is_bounded_while_it_is_written() -> None:
-    error = refused(
-        "{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", [{"role": "user", "content": "x" * 999}]
-    )
-    assert error.code == "too_large"
+def test_output_is_bounded_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1000)
+    assert len(render("{% for i in range(1000) %}x{% endfor %}")) == 1000
+    assert refused("{% for i in range(1001) %}x{% endfor %}").code == "too_large"
 
 
 def test_the_conversation_is_not_changed_by_rendering() -> None:

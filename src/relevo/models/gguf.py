@@ -28,7 +28,7 @@ MAX_STRING_BYTES = 4 * 2**20
 MAX_ARRAY_ITEMS = 2**22
 MAX_ALIGNMENT_BYTES = 2**20
 MAX_HEADER_BYTES = 128 * 2**20
-MAX_KEPT_BYTES = 32 * 2**20  # of strings and small arrays, all together
+MAX_KEPT_BYTES = 16 * 2**20  # of strings and small arrays, all together
 _ITEM_BYTES = 64  # what keeping any item costs beside its own bytes
 KEPT_ARRAY_ITEMS = 4096
 """Longer arrays are walked over and only counted; per-layer arrays are far shorter, vocabularies far longer."""

@@ -72,7 +72,7 @@ def whole(record: Spillable, *, delete: bool = False) -> Spillable:
         raise PayloadError(f"The payload file {path} is larger than {MAX_PAYLOAD_BYTES} bytes.")
     try:
         found = msgspec.msgpack.decode(data, type=type(record))
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise PayloadError(f"The payload file {path} cannot be understood: {e}.") from None
     if found.call != record.call or found.payload_path is not None:
         raise PayloadError(f"The payload file {path} belongs to another call.")

@@ -61,7 +61,7 @@ class FrameSocket:
             decoder = self._decoders[kind] = msgspec.msgpack.Decoder(kind)
         try:
             return decoder.decode(payload)
-        except msgspec.DecodeError as e:  # ValidationError is one of these
+        except (msgspec.DecodeError, RecursionError) as e:  # ValidationError is one of the first
             raise FrameError(f"A frame could not be read: {e}.") from None
 
     def close(self) -> None:
