@@ -77,6 +77,14 @@ def test_a_circumstance_decides_where_there_is_one() -> None:
     assert death.kind is FaultKind.STALL and death.cause == "The worker sent no heartbeat."
 
 
+def test_who_closed_its_connection_may_have_written_why() -> None:
+    cut = {"circumstance": "closed its connection but did not end, so it was killed", "kind": FaultKind.CUT_SHORT}
+    silent = explain(Evidence(-signal.SIGKILL, (), was_ready=True, **cut), 1.0)
+    assert silent.kind is FaultKind.CUT_SHORT and silent.cause.endswith("so it was killed.")
+    telling = explain(Evidence(-signal.SIGKILL, ("MemoryError: no more",), **cut), 1.0)
+    assert telling.kind is FaultKind.ALLOCATION and telling.cause.endswith("after writing: MemoryError: no more.")
+
+
 def test_an_unknown_end_is_not_guessed() -> None:
     death = explain(Evidence(None, (), was_ready=True), 1.0)
     assert death.code is None and death.signal is None and "not known" in death.cause

@@ -114,18 +114,20 @@ class Evidence:
 def explain(evidence: Evidence, at: float) -> Death:
     """Judge an unordered death. `at` is wall time in seconds since the epoch."""
     code = evidence.return_code
-    # Who is killed from outside had no time to say why: what it wrote before is no evidence.
-    from_outside = code in (-signal.SIGKILL, -signal.SIGTERM) or evidence.circumstance is not None
-    kind, line = (None, None) if from_outside else _from_log(evidence.log_tail)
+    if evidence.circumstance is not None:
+        speaks = evidence.kind is FaultKind.CUT_SHORT  # it fell by itself, perhaps with its reason in the log
+    else:
+        speaks = code not in (-signal.SIGKILL, -signal.SIGTERM)  # killed from outside: what it wrote is no evidence
+    kind, line = _from_log(evidence.log_tail) if speaks else (None, None)
     if evidence.start_failed is not None:
         said = evidence.start_failed
         kind = START_TABLE.get(said.code) or kind or FaultKind.UNCLASSIFIED_DEATH
         cause = f"The worker could not start: {said.message.rstrip('.')}."
     else:
-        kind = evidence.kind or kind or FaultKind.UNCLASSIFIED_DEATH
+        kind = kind or evidence.kind or FaultKind.UNCLASSIFIED_DEATH
         what = evidence.circumstance or _how_it_ended(evidence)
         cause = f"The worker {what}"
-        if not from_outside:
+        if speaks:
             line = line or last_words(evidence.log_tail)
             if line is not None:
                 cause += f", after writing: {line.rstrip('.')}"

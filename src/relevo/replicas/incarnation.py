@@ -166,10 +166,10 @@ class Incarnation:
         self._timers.append(self._loop.call_later(grace_s * _SHUTDOWN_SHARE, self._terminate))
         self._timers.append(self._loop.call_later(grace_s, self.kill, "It did not end within its grace.", None))
 
-    async def fence(self, *, patient: bool = True) -> Death:
+    async def fence(self) -> Death:
         """Make it certain that nothing of this life is ever received again, kill what is left of it, and say why.
 
-        Takes at most a tenth of a second; with `patient` false, no time.
+        Takes a few milliseconds, and at most a fifth of a second (a worker that closed its connection and lives on).
         """
         end = self.ended.result() if self.ended.done() else End.KILLED
         self._stop_timers()
@@ -178,12 +178,12 @@ class Incarnation:
         process = self._process
         if process is None:
             return self._judge(end)
-        if patient and end in (End.DISCONNECTED, End.REFUSED):
+        if end in (End.DISCONNECTED, End.REFUSED):
             await process.wait_exit(_EVIDENCE_S)  # let its own exit speak before ours is forced on it
             if end is End.DISCONNECTED and not process.is_empty():
                 self._rubbish = "closed its connection but did not end, so it was killed"
         process.kill()
-        if patient and process.fate() is None:
+        if process.fate() is None:
             await process.wait_exit(_EVIDENCE_S)
         process.drain_output()
         return self._judge(end)
