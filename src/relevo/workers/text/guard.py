@@ -35,12 +35,15 @@ class Guard:
 
         Raises OutOfTime.
         """
-        _end_process_after(hard_s)
-        self._armed = True
-        signal.setitimer(signal.ITIMER_PROF, soft_s, _REPEAT_S)
         try:
-            yield
-        finally:
+            _end_process_after(hard_s)
+            try:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_PROF, soft_s, _REPEAT_S)
+                yield
+            finally:
+                self._armed = False
+        finally:  # also when the signal comes just before the line above
             self._armed = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             _end_process_after(None)
