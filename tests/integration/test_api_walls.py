@@ -332,6 +332,18 @@ def test_headers_that_never_end_are_given_up_in_time(house: House):
         assert time.monotonic() - started < 2
 
 
+def test_a_large_answer_nobody_reads_is_thrown_away_in_time():
+    text = "x" * 30_000_000
+    service = FakeService(lambda ask: [Routed(relevo_object()), Delta(0, text, [1], "stop"), completed()])
+    with open_house(service, send_timeout_s=0.3) as opened:
+        with opened.connect(
+            post("/v1/chat/completions", msgspec.json.encode(CHAT), opened.port, "Connection: close")
+        ) as sock:
+            read_until(sock, b"chat.completion")
+            time.sleep(0.6)
+            assert len(read_all(sock)) < len(text)
+
+
 def test_headers_of_a_second_request_are_bounded_in_time_too(house: House):
     with house.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as sock:
         read_until(sock, b'"ok"}')

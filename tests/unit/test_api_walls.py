@@ -203,8 +203,9 @@ def test_the_address_of_the_connection_is_a_host_but_a_name_like_it_is_not():
     wall("0.0.0.0").check(call(("host", "192.168.1.9:8377"), server="192.168.1.9"))
     with pytest.raises(HostNotAllowed):
         wall("0.0.0.0").check(call(("host", "192.168.1.10"), server="192.168.1.9"))
-    with pytest.raises(HostNotAllowed):
-        wall("0.0.0.0").check(call(("host", "evil"), server="evil"))
+    for host, server in (("evil", "evil"), ("0.0.0.0", "192.168.1.9"), ("[::]", "192.168.1.9")):
+        with pytest.raises(HostNotAllowed):
+            wall("0.0.0.0").check(call(("host", host), server=server))
 
 
 @pytest.mark.parametrize(

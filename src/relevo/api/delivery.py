@@ -155,7 +155,7 @@ class Delivery:
         try:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(watcher) for watcher in watchers]
-                await work
+                await group.create_task(work)  # in its own task: each event then wakes few frames, not the whole call
                 finished = True
                 for task in beside:
                     task.cancel()

@@ -11,6 +11,7 @@ from relevo.config import ServerConfig
 from relevo.core.errors import BadRequest, HostNotAllowed, OriginNotAllowed
 
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})))(?::([0-9]{1,5}))?")
+_UNSPECIFIED = frozenset({"0.0.0.0", "::"})  # noqa: S104  # to refuse them
 _CHANGES_NOTHING = frozenset({"GET", "HEAD"})
 _CORS_METHODS = b"GET, POST, OPTIONS"
 _CORS_HEADERS = (
@@ -55,7 +56,8 @@ class HostWall:
 
     def __init__(self, config: ServerConfig, address: str) -> None:
         """`address` is the one the server is bound to."""
-        self._names = {address.lower()}
+        # 0.0.0.0 and :: are bound to, never called: browsers let any page reach loopback by them.
+        self._names = set() if address in _UNSPECIFIED else {address.lower()}
         for entry in config.allowed_hosts:
             parts = split_host(entry.strip().encode("latin-1", "replace"))
             self._names.add(parts[0] if parts is not None else entry.strip().lower())

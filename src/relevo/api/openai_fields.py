@@ -158,7 +158,7 @@ def read_fields(body: dict[str, Any], kind: type[Fields]) -> tuple[Fields, list[
         fields = msgspec.convert(body, kind)
     except msgspec.ValidationError as e:
         raise plain_mistake(str(e)) from None
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_fields__
     return fields, sorted(name for name in body if name not in known and name not in REFUSED)
 
 

@@ -82,6 +82,8 @@ class TextStream(ABC):
 
     def delta(self, delta: Delta) -> bytes:
         """The chunk of what one step added; a finish that is not the last follows at once."""
+        if delta.finish is None and delta.logprobs is None:  # almost every one
+            return self._before[delta.choice] + encode(delta.text) + self._after if delta.text else b""
         out = b""
         if delta.logprobs:
             logprobs = self.logprobs(delta.choice, delta.logprobs)

@@ -23,6 +23,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     header_bytes = 16 * 2**10
     headers_timeout_s = HEADERS_TIMEOUT_S
+    send_timeout_s = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -101,6 +102,18 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._offered:
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # an orderly close waits for the reader: not for ever
+            self.loop.call_later(self.send_timeout_s, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The connection was idle. An answer that nobody took in all that time is thrown away."""
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
     def _await_headers(self) -> None:
         self._headers_timer = self.loop.call_later(self.headers_timeout_s, self._headers_late)
 
@@ -135,4 +148,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 def bounded_http(limits: LimitsConfig) -> type[BoundedHttp]:
     """The parser for a configuration."""
-    return type("ConfiguredHttp", (BoundedHttp,), {"header_bytes": limits.header_bytes})
+    chosen = {"header_bytes": limits.header_bytes, "send_timeout_s": limits.send_timeout_s}
+    return type("ConfiguredHttp", (BoundedHttp,), chosen)

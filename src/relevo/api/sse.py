@@ -6,8 +6,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from starlette.types import Message
-
 from relevo.api.call import Call
 from relevo.api.connection import ReaderStalled
 from relevo.api.errors import Headers
@@ -52,9 +50,15 @@ class EventWriter:
         """Status 200 and the stream's headers."""
         await self._call.start(200, [*SSE_HEADERS, *headers])
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, *, more: bool = True) -> None:
         """Whole events. Waits while the reader is slow; `watch` ends that."""
-        await self._pass_on({"type": "http.response.body", "body": data, "more_body": True})
+        now = time.monotonic()
+        if not self._sending:
+            self._sending_since = now
+        self._sending += 1
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending -= 1
+        self.last_write = now
 
     async def comment(self, text: str) -> None:
         """A line that readers ignore. Skipped while a write is waiting for the reader."""
@@ -63,15 +67,7 @@ class EventWriter:
 
     async def end(self) -> None:
         """The stream is complete as far as it goes."""
-        await self._pass_on({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pass_on(self, message: Message) -> None:
-        if not self._sending:
-            self._sending_since = time.monotonic()
-        self._sending += 1
-        await self._send(message)
-        self._sending -= 1
-        self.last_write = time.monotonic()
+        await self.write(b"", more=False)
 
     def silent_s(self) -> float:
         """How long nothing was written."""
