@@ -112,7 +112,7 @@ def test_a_reader_reads_what_a_killed_service_left_and_changes_nothing(tmp_path:
         "import asyncio, os, sys; from pathlib import Path\n"
         "from tests.integration.fakes.journal_kit import accept, open_journal\n"
         "async def run():\n"
-        "    journal = open_journal(Path(sys.argv[1]))\n"
+        "    journal = open_journal(Path(sys.argv[1]), vfs=None)\n"
         "    await journal.commit(accept('a'))\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(run())"

@@ -35,7 +35,7 @@ async def client(journal, name):
         os.write(1, f"completed req_{one}\\n".encode())
 
 async def run():
-    journal = open_journal(Path(sys.argv[1]))
+    journal = open_journal(Path(sys.argv[1]), vfs=None)
     assert journal.missing_after_crash is None, journal.missing_after_crash
     await asyncio.gather(*(client(journal, f"{os.getpid()}_{n}") for n in range(16)))
 
@@ -85,7 +85,7 @@ from pathlib import Path
 from tests.integration.fakes.journal_kit import accept, open_journal
 
 async def run():
-    journal = open_journal(Path(sys.argv[1]))
+    journal = open_journal(Path(sys.argv[1]), vfs=None)
     for n in range(20):
         await journal.commit(accept(n))
     os.kill(os.getpid(), 9)
