@@ -92,7 +92,13 @@ def test_a_linked_configuration_stays_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("Qwen2.5-Coder-0.5B-Instruct-Q4_K_M", "qwen2.5-coder-0.5b-instruct"), ("SmolLM2.Q4_1", "smollm2"), ("iq-test", "iq-test"), ("  ??  ", "model"), ("Ünï/x", "n-x")],
+    [
+        ("Qwen2.5-Coder-0.5B-Instruct-Q4_K_M", "qwen2.5-coder-0.5b-instruct"),
+        ("SmolLM2.Q4_1", "smollm2"),
+        ("iq-test", "iq-test"),
+        ("  ??  ", "model"),
+        ("Ünï/x", "n-x"),
+    ],
 )
 def test_a_name_is_made_that_can_be_typed(text: str, name: str) -> None:
     assert name_from(text) == name

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from relevo.cli.output import console, plain, print_json
+from relevo.cli.output import (
+    plain,
+    print_json,
+    say,
+)
 from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from tomlkit import TOMLDocument
 
 Client = Literal["open-webui", "openai"]
@@ -60,7 +63,7 @@ def connect(
     if json:
         print_json({name: getattr(made, name) for name in Connection.__slots__})
     else:
-        _explain(console(), made)
+        _explain(made)
     return 1 if made.problem else 0
 
 
@@ -195,34 +198,32 @@ def _reachable(url: str) -> bool:
         return False
 
 
-def _explain(screen: Console, made: Connection) -> None:
+def _explain(made: Connection) -> None:
     key = made.key or f"the key of {made.key_name} made before (lost? `relevo keys revoke {made.key_name}`, then again)"
     if made.client == "open-webui":
-        screen.print("In Open WebUI: Admin Panel, Settings, Connections, OpenAI API, +")
-        screen.print(f"  URL      {made.base_url}")
-        screen.print(f"  Key      {key}")
+        say("In Open WebUI: Admin Panel, Settings, Connections, OpenAI API, +")
+        say(f"  URL      {made.base_url}")
+        say(f"  Key      {key}")
         if DOCKER_NAME in made.base_url:
-            screen.print(f"  Docker   start its container with --add-host={DOCKER_NAME}:host-gateway")
+            say(f"  Docker   start its container with --add-host={DOCKER_NAME}:host-gateway")
     else:
-        screen.print("In an OpenAI client:")
-        screen.print(f"  OPENAI_BASE_URL={made.base_url}")
-        screen.print(f"  OPENAI_API_KEY={key}")
+        say("In an OpenAI client:")
+        say(f"  OPENAI_BASE_URL={made.base_url}")
+        say(f"  OPENAI_API_KEY={key}")
     if made.models:
-        screen.print(f"  Model    {plain(made.models[0])}")
+        say(f"  Model    {plain(made.models[0])}")
     if made.key is not None:
-        screen.print("The key is shown only now. With a key in place, every client of this server needs one.")
+        say("The key is shown only now. With a key in place, every client of this server needs one.")
     if made.hosts_added:
-        screen.print(
-            f"Allowed in {made.config}: {', '.join(made.hosts_added)}. Relevo takes that up at its next start."
-        )
+        say(f"Allowed in {made.config}: {', '.join(made.hosts_added)}. Relevo takes that up at its next start.")
     if not made.reaches:
-        screen.print(
+        say(
             f"Not reachable yet: Relevo listens on this machine alone. Set `host = \"0.0.0.0\"` under [server] in "
             f"{made.config} and restart it; keys are required then, and there is one now."
         )  # fmt: skip
     if not made.running:
-        screen.print("Not tested: Relevo is not running. Start it with `relevo serve` and run this again.")
+        say("Not tested: Relevo is not running. Start it with `relevo serve` and run this again.")
     elif made.problem:
-        screen.print(f"The test failed: {plain(made.problem)}" if made.tested else plain(made.problem))
+        say(f"The test failed: {plain(made.problem)}" if made.tested else plain(made.problem))
     else:
-        screen.print(f"Tested through {made.tested}: {len(made.models)} model(s) listed, and one answered.")
+        say(f"Tested through {made.tested}: {len(made.models)} model(s) listed, and one answered.")

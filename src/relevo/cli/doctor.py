@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relevo.cli.output import console, plain, print_json
+from relevo.cli.output import console, plain, print_json, say
 from relevo.cli.place import NO_PLACE, Json, Place, load_config_at
 
 if TYPE_CHECKING:
     from relevo.config import Config
 
 _WIDTH = 14
+_MARKS = {True: ("ok  ", "green"), False: ("FIX ", "bold red"), None: ("?   ", "yellow")}
 
 
 def doctor(*, place: Place = NO_PLACE, json: Json = False) -> int:
@@ -19,7 +20,8 @@ def doctor(*, place: Place = NO_PLACE, json: Json = False) -> int:
     Exits 0 when all that is needed is fine, 1 otherwise.
     """
     checks = examine(place)
-    failed = [check for check in checks if not check["ok"]]
+    failed = [check for check in checks if check["ok"] is False]
+    unclear = [check for check in checks if check["ok"] is None]
     if json:
         print_json({"ok": not failed, "checks": checks})
         return 1 if failed else 0
@@ -27,11 +29,13 @@ def doctor(*, place: Place = NO_PLACE, json: Json = False) -> int:
 
     screen = console()
     for check in checks:
-        mark = ("ok  ", "green") if check["ok"] else ("FIX ", "bold red")
-        screen.print(Text.assemble(mark, f"{plain(check['name']):<{_WIDTH}} {plain(check['found'])}"))
+        mark = _MARKS[check["ok"]]
+        screen.print(Text.assemble(mark, f"{plain(check['name']):<{_WIDTH}} {plain(check['found'])}"), soft_wrap=True)
         if check["fix"]:
-            screen.print(Text(f"    {'':<{_WIDTH}} {plain(check['fix'])}"))
-    screen.print("Everything needed is fine." if not failed else f"{len(failed)} to mend.")
+            screen.print(Text(f"    {'':<{_WIDTH}} {plain(check['fix'])}"), soft_wrap=True)
+    say("Everything needed is fine." if not failed else f"{len(failed)} to mend.")
+    if unclear:
+        say(f"{len(unclear)} could not be told, and may or may not be fine.")
     return 1 if failed else 0
 
 
@@ -53,7 +57,7 @@ def examine(place: Place) -> list[dict[str, Any]]:
         from relevo.setup.checks import run_checks
 
         checks += [
-            _check(check.name, check.ok, check.found, check.fix or "")
+            _check(check.name, check.ok, check.found, check.fix)
             for check in run_checks(config, paths.state, config.server.port)
         ]
     except Exception as error:
@@ -63,5 +67,5 @@ def examine(place: Place) -> list[dict[str, Any]]:
     return checks
 
 
-def _check(name: str, ok: bool, found: str, fix: str) -> dict[str, Any]:
+def _check(name: str, ok: bool | None, found: str, fix: str | None) -> dict[str, Any]:
     return {"name": name, "ok": ok, "found": found, "fix": fix or None}

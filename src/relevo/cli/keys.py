@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from relevo.cli.output import console, print_json, table, time_text
+from relevo.cli.output import (
+    console,
+    print_json,
+    say,
+    table,
+    time_text,
+)
 from relevo.cli.place import NO_PLACE, Json, Place
 
 if TYPE_CHECKING:
@@ -40,13 +46,10 @@ def create(
     if json:
         print_json({**view(key), "key": secret})
         return 0
-    screen = console()
-    screen.print(secret)
-    screen.print(
-        f"This is the key of {key.name}. It is shown only now; only its hash is kept, in {place.paths().keys}."
-    )
+    say(secret)
+    say(f"This is the key of {key.name}. It is shown only now; only its hash is kept, in {place.paths().keys}.")
     if first:
-        screen.print("It is the first one: from now on every client of this server needs a key.")
+        say("It is the first one: from now on every client of this server needs a key.")
     return 0
 
 
@@ -58,9 +61,7 @@ def list_keys(*, place: Place = NO_PLACE, json: Json = False) -> int:
         print_json({"required": ring.required, "keys": [view(key) for key in ring.list()]})
         return 0
     if not ring.list():
-        console().print(
-            "There are no keys: anybody who reaches this server may use it. `relevo keys create NAME` makes one."
-        )
+        say("There are no keys: anybody who reaches this server may use it. `relevo keys create NAME` makes one.")
         return 0
     made = table("", "name", "id", "created", "revoked")
     for key in ring.list():
@@ -82,7 +83,7 @@ def revoke(
     if json:
         print_json(view(key))
     else:
-        console().print(f"The key of {key.name} ({key.id}) opens nothing any more.")
+        say(f"The key of {key.name} ({key.id}) opens nothing any more.")
     return 0
 
 

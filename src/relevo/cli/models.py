@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from relevo.cli.output import bytes_text, console, plain, print_json, table
+from relevo.cli.output import (
+    bytes_text,
+    console,
+    plain,
+    print_json,
+    say,
+    table,
+)
 from relevo.cli.place import NO_PLACE, NO_SERVICE_PLACE, Json, Place, ServicePlace
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ def list_models(*, place: ServicePlace = NO_SERVICE_PLACE, json: Json = False) -
         print_json({"source": source, "models": models})
         return 0
     if not models:
-        console().print("There is no model. Add one with `relevo models add PATH`, or try `relevo serve --demo`.")
+        say("There is no model. Add one with `relevo models add PATH`, or try `relevo serve --demo`.")
         return 0
     made = table("" if source == "service" else "Configured; no service is running", "name", "context", "served on")
     for model in models:
@@ -101,9 +108,8 @@ def add(
              "plan": sizing.view(), "trial": {field: getattr(trial, field) for field in trial.__slots__}}
         )  # fmt: skip
         return 0
-    screen = console()
-    screen.print(f"Written to {paths.config}" + (f"; the file before is {kept}." if kept else "."))
-    screen.print("Start it with `relevo serve`; a Relevo that runs already takes it up at its next start.")
+    say(f"Written to {paths.config}" + (f"; the file before is {kept}." if kept else "."))
+    say("Start it with `relevo serve`; a Relevo that runs already takes it up at its next start.")
     return 0
 
 
@@ -134,24 +140,22 @@ def name_from(text: str) -> str:
 
 
 def _print_sizing(sizing: Sizing) -> None:
-    screen = console()
     header = sizing.header
-    screen.print(
+    say(
         f"{plain(sizing.name)}: {plain(header.name or 'a model without a name')}, {plain(header.architecture)}, "
         f"mostly {header.quantization}, {bytes_text(header.file_bytes)}; "
         f"{sizing.model.context_tokens} tokens of context, {sizing.model.slots} at once"
     )
     for line in sizing.lines():
-        screen.print(f"  {line}")
+        say(f"  {line}")
     if not sizing.has_template:
-        screen.print("  It has no chat template: it completes text, and cannot chat unless you name a `chat_template`.")
+        say("  It has no chat template: it completes text, and cannot chat unless you name a `chat_template`.")
 
 
 def _print_trial(trial: Trial) -> None:
-    screen = console()
     speed = "" if trial.tokens_per_s is None else f", {trial.tokens_per_s:.1f} tokens/s"
-    screen.print(f"It answered on the CPU: {plain(trial.answer)}")
-    screen.print(f"  ready after {trial.load_s:.1f} s, first word after {trial.first_token_s:.2f} s{speed}")
+    say(f"It answered on the CPU: {plain(trial.answer)}")
+    say(f"  ready after {trial.load_s:.1f} s, first word after {trial.first_token_s:.2f} s{speed}")
 
 
 def _ask_to_go_on(config: str) -> None:

@@ -39,6 +39,11 @@ def console() -> Console:
     return Screen(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
+def say(text: str = "") -> None:
+    """A line for people, never broken by us."""
+    print(text)
+
+
 def table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """An empty table; `numbers` names the columns that line up on the right."""
     from rich import box

@@ -14,6 +14,7 @@ from relevo.cli.output import (
     duration_text,
     plain,
     print_json,
+    say,
     short,
     table,
     time_text,
@@ -21,10 +22,8 @@ from relevo.cli.output import (
 from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from relevo.cli.running import Service
-    from relevo.journal.records import EventRecord, RequestRecord, RequestSummary
+    from relevo.journal.records import RequestRecord, RequestSummary
 
 app = cyclopts.App(name="requests", help="List, show, cancel and resume requests.", result_action="return_value")
 
@@ -66,7 +65,7 @@ def list_requests(
     if source == "journal":
         complain(_FROM_JOURNAL.format(state=place.paths().state))
     if not records:
-        console().print("No requests." if only is None else f"No requests are {only}.")
+        say("No requests." if only is None else f"No requests are {only}.")
         return 0
     made = table("", "id", "model", "state", "created", "took", "reason", numbers=("took",))
     for record in records:
@@ -97,7 +96,7 @@ def show(request_id: Id, /, *, place: ServicePlace = NO_SERVICE_PLACE, json: Jso
         return 0
     if source == "journal":
         complain(_FROM_JOURNAL.format(state=place.paths().state))
-    _print_record(console(), record)
+    _print_record(record)
     return 0
 
 
@@ -122,12 +121,10 @@ def _change(place: ServicePlace, request_id: str, verb: str, as_json: bool) -> i
     if as_json:
         print_json(record)
     elif verb == "resume":
-        _print_record(console(), record)
+        _print_record(record)
     else:
         reason = f" ({short(record['reason'])})" if record.get("reason") else ""
-        console().print(
-            f"{plain(str(record.get('id', whole)))} is {plain(str(record.get('state', 'changed')))}{reason}."
-        )
+        say(f"{plain(str(record.get('id', whole)))} is {plain(str(record.get('state', 'changed')))}{reason}.")
     return 0
 
 
@@ -188,7 +185,7 @@ def _journaled(place: ServicePlace, request_id: str, down: Exception) -> dict[st
             raise RequestNotFound(
                 f"No request has the id {request_id!r} here. It may be older than the retention time."
             )
-        return _record_view(record, reader.events(whole))
+        return _record_view(record)
 
 
 def _check_journal(place: ServicePlace, down: Exception) -> None:
@@ -220,40 +217,18 @@ def _summary_view(summary: RequestSummary) -> dict[str, Any]:
     }
 
 
-def _record_view(record: RequestRecord, events: list[EventRecord]) -> dict[str, Any]:
-    """The record, in the outer contract's words; what only a running service knows is null."""
-    import msgspec
+def _record_view(record: RequestRecord) -> dict[str, Any]:
+    """The record as the service would give it, and what exists of an answer that has no end yet."""
+    from relevo.service.views import past_record
 
-    return {
-        **_summary_view(record.summary),
-        "result": None if record.result is None else msgspec.json.decode(record.result),
-        "partial": [{"choice": c.choice, "text": c.text, "tokens": len(c.tokens)} for c in record.checkpoints],
-        "attempts": len(record.attempts),
-        "routes": [msgspec.to_builtins(attempt) for attempt in record.attempts],
-        "moves": [msgspec.to_builtins(move) for move in record.moves],
-        "events": [
-            {"seq": e.seq, "at": e.at, "kind": e.kind, "data": None if e.payload is None else _json(e.payload)}
-            for e in events
-        ],
-        "blanked": record.summary.blanked,
-        "forecast": None,
-        "relevo": None,
-    }
-
-
-def _json(payload: bytes) -> Any:
-    import msgspec
-
-    try:
-        return msgspec.json.decode(payload)
-    except msgspec.DecodeError:
-        return None
+    partial = [{"choice": c.choice, "text": c.text, "tokens": len(c.tokens)} for c in record.checkpoints]
+    return {**past_record(record), "partial": partial}
 
 
 # ---------------------------------------------------------------- for people
 
 
-def _print_record(screen: Console, record: dict[str, Any]) -> None:
+def _print_record(record: dict[str, Any]) -> None:
     relevo = record.get("relevo") or {}
     lines = [
         ("request", record.get("id")),
@@ -268,21 +243,32 @@ def _print_record(screen: Console, record: dict[str, Any]) -> None:
     ]
     for name, value in lines:
         if value not in (None, "", "-"):
-            screen.print(f"{name:<11} {plain(str(value))}")
+            say(f"{name:<11} {plain(str(value))}")
     for handover in relevo.get("handovers") or []:
-        screen.print(f"{'handover':<11} {_handover_text(handover)}")
-    for attempt in record.get("routes") or []:
-        outcome = attempt.get("outcome") or "cut off"
-        said = f": {plain(str(attempt['message']))}" if attempt.get("message") else ""
-        screen.print(
-            f"{'attempt ' + str(attempt['attempt']):<11} {attempt['route']} on {attempt['device']}, {outcome}{said}"
-        )
+        say(f"{'handover':<11} {_handover_text(handover)}")
+    for event in record.get("events") or []:
+        line = _event_text(event)
+        if line is not None:
+            say(f"{'history':<11} {time_text(event.get('at'))}  {line}")
     error = record.get("error")
     if isinstance(error, dict) and error.get("message"):
-        screen.print(f"{'error':<11} {plain(str(error['message']))}")
+        say(f"{'error':<11} {plain(str(error['message']))}")
     if record.get("state") == "resumable":
-        screen.print(f"{'resume':<11} relevo requests resume {record.get('id')}")
-    _print_answer(screen, record)
+        say(f"{'resume':<11} relevo requests resume {record.get('id')}")
+    _print_answer(record)
+
+
+def _event_text(event: dict[str, Any]) -> str | None:
+    """One line of a request's history; None for what other lines say already."""
+    if event.get("kind") == "attempt":
+        cause = f": {event['cause']}" if event.get("cause") else ""
+        return plain(f"attempt {event.get('attempt')} on the {event.get('route')} route, {event.get('device')}{cause}")
+    if event.get("kind") == "attempt_ended":
+        message = f": {event['message']}" if event.get("message") else ""
+        return plain(f"attempt {event.get('attempt')} ended, {event.get('outcome')}{message}")
+    if event.get("kind") == "state":
+        return plain(f"{event.get('to')}" + (f": {event['reason']}" if event.get("reason") else ""))
+    return None
 
 
 def _route_text(relevo: dict[str, Any]) -> str | None:
@@ -301,17 +287,15 @@ def _handover_text(handover: dict[str, Any]) -> str:
     return plain(text)
 
 
-def _print_answer(screen: Console, record: dict[str, Any]) -> None:
+def _print_answer(record: dict[str, Any]) -> None:
     result = record.get("result")
     choices = result.get("choices") if isinstance(result, dict) else None
     choices = choices or record.get("partial") or []
     for choice in choices:
         if len(choices) > 1:
-            screen.print(f"\n[{choice.get('index', choice.get('choice'))}]")
+            say(f"\n[{choice.get('index', choice.get('choice'))}]")
         else:
-            screen.print()
-        screen.print(
-            plain(str(choice.get("text", choice.get("message", {}).get("content", "") if "message" in choice else "")))
-        )
-    if not choices and record.get("blanked"):
-        screen.print("The answer was removed after the retention time.")
+            say()
+        say(plain(str(choice.get("text", choice.get("message", {}).get("content", "") if "message" in choice else ""))))
+    if not choices and record.get("payload_removed_at"):
+        say("The answer was removed after the retention time.")

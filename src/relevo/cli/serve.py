@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from relevo.cli.output import bytes_text, plain
+from relevo.cli.output import bytes_text, complain, plain
 from relevo.cli.place import Place, load_config_at
 
 if TYPE_CHECKING:
@@ -43,13 +43,21 @@ def serve(
     check_models(loaded, paths)
 
     from relevo.cli.front import open_front
+    from relevo.core.errors import DeviceError
     from relevo.service.run import configure_logging, run_service
 
     def announce(said: Announcement) -> None:
         print(render_announcement(said), flush=True)
 
     configure_logging()
-    return run_service(loaded, paths, announce=announce, listen=lambda: open_front(loaded, paths))
+    complain(f"Starting {', '.join(loaded.models)}; the state folder is {paths.state} ...")
+    try:
+        return run_service(loaded, paths, announce=announce, listen=lambda: open_front(loaded, paths))
+    except DeviceError as error:
+        if not demo:
+            raise
+        hint = f"To try the demo without the card, describe [devices.gpu0] as emulated in {paths.config}."
+        raise DeviceError(f"{error.message} {hint}") from None
 
 
 def override(config: Config, *, host: str | None, port: int | None) -> Config:
@@ -93,15 +101,25 @@ def render_announcement(said: Announcement) -> str:
         lines += ["", "Try it:", curl_line(said.url, str(said.models[0]["id"]), keys=said.keys)]
     if said.keys:
         lines.append("(RELEVO_KEY holds a key; `relevo keys create NAME` makes one.)")
-    lines += ["", "Look at it with `relevo status`; stop it with Ctrl-C."]
+    lines += ["", f"Look at it with `relevo status{_state_option(said.state)}`; stop it with Ctrl-C."]
     return "\n".join(lines)
+
+
+def _state_option(state: str) -> str:
+    """What another shell has to add to find this service; nothing where it lies in its own place."""
+    from relevo.service.paths import find_paths
+
+    return "" if Path(state) == find_paths(environment={}).state else f" --state {quote(state)}"
 
 
 def device_line(device: dict[str, Any]) -> str:
     """One device: what it is, whether it is emulated, how much memory it has."""
     from relevo.cli.status import kind_text
 
-    return f"device   {plain(str(device.get('name')))}: {kind_text(device)}, {bytes_text(device.get('total_bytes'))}"
+    what = plain(str(device.get("description") or kind_text(device)))
+    if device.get("emulated") and "emulated" not in what:
+        what += ", emulated"
+    return f"device   {plain(str(device.get('name')))}: {what}; {bytes_text(device.get('total_bytes'))}"
 
 
 def model_line(model: dict[str, Any]) -> str:

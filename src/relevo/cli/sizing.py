@@ -127,11 +127,11 @@ def _options(model: ModelConfig, *, on_device: bool, kind: str) -> LoadOptions:
         on_device=on_device,
         gpu_layers=model.gpu_layers,
         context_tokens=model.context_tokens,
-        sequences=model.slots,
+        sequences=model.slots + 1,  # one more for the probe
         shared_cells=model.profile == "fast",
         batch_tokens=model.batch_tokens,
         ubatch_tokens=model.ubatch_tokens,
-        outputs=model.slots,
+        outputs=model.slots + 1,
         kv_type=model.kv_type,
         flash_attention=model.flash_attention,
         context_bytes=start.context_bytes,

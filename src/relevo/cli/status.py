@@ -105,6 +105,7 @@ def render_status(found: dict[str, Any], url: str) -> list[RenderableType]:
 
 def _devices(found: dict[str, Any]) -> RenderableType:
     sizes = ("total", "leased", "external", "available", "headroom")
+    described = [device for device in found.get("devices") or [] if device.get("description")]
     made = table("Devices", "name", "kind", *sizes, "breaker", numbers=sizes)
     for device in found.get("devices") or []:
         made.add_row(
@@ -113,15 +114,15 @@ def _devices(found: dict[str, Any]) -> RenderableType:
             *(figure(device, f"{size}_bytes") for size in sizes),
             breaker_text(device.get("breaker")),
         )
+    made.caption = "\n".join(f"{plain(str(d.get('name')))}: {plain(str(d['description']))}" for d in described) or None
+    made.caption_justify = "left"
     return made
 
 
 def kind_text(device: dict[str, Any]) -> str:
     """What a device is; an emulated one never passes for a real one."""
     kind = plain(str(device.get("kind") or "unknown"))
-    description = device.get("description")
-    text = f"{kind} ({plain(str(description))})" if description else kind
-    return f"{text}, emulated" if device.get("emulated") and "emulated" not in text else text
+    return f"{kind}, emulated" if device.get("emulated") and "emulated" not in kind else kind
 
 
 def breaker_text(breaker: Any) -> str:
@@ -143,11 +144,8 @@ def breaker_text(breaker: Any) -> str:
 def _replicas(found: dict[str, Any]) -> RenderableType:
     made = table("Replicas", "model", "task", "route", "device", "state", "process", "engine", numbers=("process",))
     for replica in found.get("replicas") or []:
-        state = plain(str(replica.get("state")))
-        cause = replica.get("cause") or replica.get("reason")
         made.add_row(
-            *(plain(str(replica.get(field) or "-")) for field in ("model", "task", "route", "device")),
-            f"{state}: {short(cause, 100)}" if cause and state != "serving" else state,
+            *(plain(str(replica.get(field) or "-")) for field in ("model", "task", "route", "device", "state")),
             str(replica.get("pid") or "-"),
             plain(str(replica.get("engine") or "-")),
         )
@@ -161,7 +159,7 @@ def _lanes(found: dict[str, Any]) -> RenderableType:
         made.add_row(
             plain(str(lane.get("name"))),
             *(str(lane.get(field, "unknown")) for field in ("queued", "running", "limit")),
-            duration_text(age_ms / 1000) if isinstance(age_ms, int | float) else "-",
+            duration_text(age_ms / 1000) if isinstance(age_ms, int | float) and lane.get("queued") else "-",
         )
     return made
 
