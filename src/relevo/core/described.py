@@ -28,6 +28,14 @@ class IllegalTransition(OurBug):
 State = TypeVar("State", bound=Described)
 
 
+def named(states: type[State], value: str) -> State:
+    """The member with this value. Raises OurBug where there is none: values from outside were checked before."""
+    for member in states:
+        if member.value == value:
+            return member
+    raise OurBug(f"{value!r} is no {states.__name__}.")
+
+
 def move(what: str, table: Mapping[State, frozenset[State]], old: State, new: State) -> State:
     """Return `new` where the table joins it to `old`. Raises IllegalTransition, naming what would be right."""
     if new not in table[old]:

@@ -277,6 +277,15 @@ class EngineFailed(RelevoError):
     retry = False
 
 
+class ResumeExpired(RelevoError):
+    """The request was resumable, and nobody resumed it in time. What was delivered stays in its record."""
+
+    status = 410
+    type = "invalid_request_error"
+    code = "resume_expired"
+    retry = False
+
+
 # --- start-up: one clear sentence and a non-zero exit ---
 
 

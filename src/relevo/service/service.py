@@ -56,7 +56,6 @@ class RelevoService:
     ) -> None:
         self._config = config
         self._models = models
-        self._names = {alias: name for name, m in models.items() for alias in (name, *m.config.aliases)}
         self._dispatcher = dispatcher
         self._journal = journal
         self._board = board
@@ -98,11 +97,11 @@ class RelevoService:
             del self._arriving[key]
 
     def _model(self, name: str) -> ServedModel:
-        known = self._names.get(name)
-        if known is None:
-            names = ", ".join(self._models) or "none"
-            raise ModelNotFound(f"No model is called {name!r} here. Known models: {names}.", param="model")
-        return self._models[known]
+        for model in self._models.values():
+            if name == model.name or name in model.config.aliases:
+                return model
+        names = ", ".join(self._models) or "none"
+        raise ModelNotFound(f"No model is called {name!r} here. Known models: {names}.", param="model")
 
     def _check_share(self, owner: str) -> None:
         limit = self._config.limits.running_per_key
