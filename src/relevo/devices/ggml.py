@@ -104,7 +104,7 @@ def _facts(raw: dict[str, Any]) -> EngineFacts:
     return EngineFacts(
         engine=str(raw["engine"]),
         cpu_library=raw.get("cpu_library"),
-        cpu_variants=tuple(str(v["name"]) for v in raw.get("cpu_variants", ()) if v["name"] and v["score"] > 0),
+        cpu_variants=tuple(str(v["name"]) for v in raw.get("cpu_variants", ()) if v["name"] and (v["score"] or 0) > 0),
         devices=tuple(
             EngineDeviceFacts(
                 name=str(d["name"]),

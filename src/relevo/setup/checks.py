@@ -51,14 +51,13 @@ class Check:
 
 
 def run_checks(config: Config, state_dir: Path, port: int) -> list[Check]:
-    """Every check, in the order in which things depend on each other. Never raises, never hangs: see CHECK_TIMEOUT_S."""
-    machine = look_at_machine()
+    """Every check, in the order in which things depend on each other. Never raises, and never hangs."""
     todo: list[tuple[str, Callable[[], list[Check]]]] = [
         ("Python", check_python),
         ("SQLite", check_sqlite),
         ("memory", lambda: check_memory(config)),
-        ("card", lambda: check_card(machine)),
-        ("libraries", lambda: check_engine(config, machine)),
+        ("card", lambda: check_card(look_at_machine())),
+        ("libraries", lambda: check_engine(config, look_at_machine())),
         ("model", lambda: check_models(config)),
         ("state folder", lambda: check_state_folder(state_dir)),
         ("disk", lambda: check_disk(state_dir)),
@@ -144,9 +143,10 @@ def _check_nvidia_driver(version: int | None) -> Check:
     if version is None:
         fix = "Install NVIDIA's driver, 525 or newer, then restart; after an update of the driver, restart too."
         return Check("driver", False, "an NVIDIA card, but its driver is not loaded", fix)
-    ok = version >= libraries.OLDEST_NVIDIA_DRIVER
-    fix = None if ok else f"The libraries need driver {libraries.OLDEST_NVIDIA_DRIVER} or newer."
-    return Check("driver", ok, f"NVIDIA driver {version}", fix)
+    if version < libraries.OLDEST_NVIDIA_DRIVER:
+        fix = f"The libraries need driver {libraries.OLDEST_NVIDIA_DRIVER} or newer."
+        return Check("driver", False, f"NVIDIA driver {version}", fix)
+    return Check("driver", True, f"NVIDIA driver {version}")
 
 
 def check_engine(config: Config, machine: Machine) -> list[Check]:
@@ -280,7 +280,8 @@ def check_port(host: str, port: int) -> list[Check]:
 def _is_relevo(host: str, port: int) -> bool:
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1" if host in ("0.0.0.0", "") else host, port, timeout=2)
+    everywhere = host in ("", "::") or host.strip("0.") == ""
+    connection = http.client.HTTPConnection("127.0.0.1" if everywhere else host, port, timeout=2)
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()
