@@ -11,6 +11,7 @@ from relevo.core.errors import JournalUnavailable, RequestNotFound
 from relevo.journal import (
     AddEvent,
     BadOperation,
+    BlankPayload,
     Condition,
     EndAttempt,
     Journal,
@@ -329,6 +330,32 @@ def test_workers_and_facts_are_remembered(tmp_path: Path, monkeypatch: pytest.Mo
     asyncio.run(second())
     monkeypatch.setattr(journal_module, "_boot", lambda: "another boot")
     asyncio.run(another_boot())
+
+
+def test_a_large_body_is_a_synced_file_that_lives_as_long_as_its_request(tmp_path: Path) -> None:
+    body = bytes(range(256)) * 2000
+
+    async def run() -> None:
+        async with opened(tmp_path) as journal:
+            path = await journal.store_body("req_a", body)
+            await journal.commit(accept("a", payload_path=path))
+            await journal.store_body("req_never_accepted", body)
+            for bad in ("../a", "", "a/b", "x" * 200):
+                with pytest.raises(ValueError, match="request id"):
+                    await journal.store_body(bad, body)
+        assert (tmp_path / "bodies").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / path).stat().st_mode & 0o777 == 0o600
+        async with opened(tmp_path) as journal:
+            record = await journal.get("req_a")
+            assert record is not None
+            assert record.payload_path == path
+            assert await journal.load_body(path) == body
+            assert await journal.load_body("bodies/req_never_accepted") is None
+            assert await journal.load_body("../journal.db") is None
+            await journal.commit(end("a"), BlankPayload(id="req_a"))
+            assert await journal.load_body(path) is None
+
+    asyncio.run(run())
 
 
 def test_resumable_requests_are_due_when_their_time_is_over(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import apsw
 
 from relevo.core.errors import JournalUnavailable
+from relevo.journal.bodies import Bodies
 from relevo.journal.database import open_for_writing
 from relevo.journal.folder import FolderLock, HighWater, Reserve, make_folder
 from relevo.journal.operations import Operation
@@ -45,9 +46,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Journal:
     """One open state folder. Use from any running event loop; one instance holds the folder at a time."""
 
-    def __init__(self, lock: FolderLock, writer: Writer, gap: Gap | None) -> None:
+    def __init__(self, lock: FolderLock, writer: Writer, bodies: Bodies, gap: Gap | None) -> None:
         """Use `Journal.open`."""
         self._lock = lock
+        self._bodies = bodies
         self._writer = writer
         self._gap = gap
         self._watchers: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
@@ -84,7 +86,9 @@ class Journal:
             gap = _recover(connection, high_water, boot, clock())
             limits = Limits(retention_s, payload_bytes)
             writer = Writer(connection, state, limits, reserve, high_water, boot, clock)
-            journal = cls(lock, writer, gap)
+            bodies = Bodies(state)
+            bodies.sweep(row[0] for row in connection.execute(statements()["payload_paths"]))
+            journal = cls(lock, writer, bodies, gap)
             writer.start(reserve_made=reserve_made)
         except BaseException:
             if connection is not None:
@@ -186,6 +190,19 @@ class Journal:
     async def commit(self, *operations: Operation) -> None:
         """`submit`, awaited. Cancelling the wait does not undo the write."""
         await self.submit(*operations)
+
+    async def store_body(self, request_id: str, data: bytes) -> str:
+        """Put a large body (over bodies.LARGE_BYTES) into a synced file, before its acceptance is submitted.
+
+        Returns the value for AcceptRequest.payload_path. Raises JournalUnavailable when it cannot be stored.
+        """
+        if (refusal := self._writer.refusal()) is not None:
+            raise refusal
+        return await asyncio.to_thread(self._bodies.write, request_id, data)
+
+    async def load_body(self, payload_path: str) -> bytes | None:
+        """A stored body; None when it is gone."""
+        return await asyncio.to_thread(self._bodies.read, payload_path)
 
     # ------------------------------------------------------------------------ reading
 

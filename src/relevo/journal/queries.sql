@@ -165,6 +165,9 @@ SELECT number FROM requests WHERE ended IS NOT NULL AND blanked IS NOT NULL AND 
 -- name: payload_path
 SELECT payload_path FROM payloads WHERE request = ? AND payload_path IS NOT NULL;
 
+-- name: payload_paths
+SELECT payload_path FROM payloads WHERE payload_path IS NOT NULL;
+
 -- name: delete_payload
 DELETE FROM payloads WHERE request = ?;
 

@@ -50,6 +50,7 @@ CREATE TABLE payloads (
   standby BLOB NOT NULL,
   payload_path TEXT                      -- of a large body, relative to the state folder
 ) STRICT;
+CREATE INDEX payloads_with_file ON payloads (payload_path) WHERE payload_path IS NOT NULL;
 
 -- What came of it.
 CREATE TABLE results (

@@ -410,11 +410,11 @@ class Writer:
                 if item is not None:
                     left.append(item)
         self._fail(left)
+        self._rollback()
         with contextlib.suppress(apsw.Error):
-            if self.condition in (Condition.BROKEN, Condition.CLOSED):
-                self._rollback()
-                self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-            else:
+            # closing would checkpoint once more, and a sync that failed must not be repeated
+            self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+            if self.condition is not Condition.BROKEN:
                 self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
         with contextlib.suppress(apsw.Error):
             self._connection.close(True)
