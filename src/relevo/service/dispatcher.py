@@ -18,27 +18,23 @@ import msgspec
 
 from relevo.core.admission import Policy
 from relevo.core.described import named
-from relevo.core.errors import Cancelled, DeadlinePassed, Draining, EngineFailed, QueueFull, RelevoError, ResumeExpired
+from relevo.core.errors import DeadlinePassed, EngineFailed, QueueFull, ResumeExpired
 from relevo.core.events import AttemptEnded, Ended, Piece, Prefilled, Routed, Step, Submit
 from relevo.core.forecast import Observation
 from relevo.core.handover import BecomeResumable, Continue, Fail, LostAttempt, Restart, Way, Wish, on_route_lost
 from relevo.core.lane import Full
 from relevo.core.request import RequestState
-from relevo.journal import ChangeState, EndAttempt, EndRequest, Journal, SaveCheckpoint, StartAttempt
+from relevo.journal import ChangeState, EndRequest, Journal
 from relevo.journal.records import RequestRecord
 from relevo.replicas.death import Death
 from relevo.replicas.replica import ReplicaNotServing
+from relevo.service.endings import Endings
 from relevo.service.metrics import Metrics
+from relevo.service.records import Recorder
 from relevo.service.routes import Route
-from relevo.service.views import result_of, resumable_error
 from relevo.service.work import Handover, Work
 
 _log = logging.getLogger("relevo.dispatch")
-
-CHECKPOINT_TOKENS = 16
-"""A stream that is not kept is journaled every so many tokens: what a crash can take from its record."""
-KEEP_ENDED = 256
-"""Ended requests that stay in memory, for a client's own retry; older ones are read from the journal."""
 
 SELF_INFLICTED = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 """Deaths that the work in hand may have caused. A worker killed from outside says nothing about its requests."""
@@ -86,10 +82,18 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._retention_s = retention_s
-        self._describe = plan.describe
         self._plan = plan
         self.works: dict[str, Work] = {}
+        self._recorder = Recorder(journal, wall)
+        self.endings = Endings(
+            self.works,
+            self._recorder,
+            metrics,
+            describe=plan.describe,
+            clock=clock,
+            wall=wall,
+            retention_s=retention_s,
+        )
         self.routes: dict[tuple[str, str], Route] = {}
 
     # ------------------------------------------------------------ entering
@@ -98,15 +102,13 @@ class Dispatcher:
         """Take a request into memory."""
         self.works[work.request_id] = work
 
-    def enqueue(
-        self, work: Work, route_name: str, *, deadline: float | None = None, handed_over: bool = True
-    ) -> ChangeState | None:
+    def enqueue(self, work: Work, route_name: str, *, handed_over: bool = True) -> ChangeState | None:
         """Give it a place in a route's lane. Returns the move for the journal, None if it was queued already.
 
         Raises QueueFull for a new request where every place is taken; what was accepted before always has one.
         """
         route = self.routes[work.ask.model, route_name]
-        place = route.lane.enter(work.request_id, self._clock(), deadline, work.ask.owner, handed_over=handed_over)
+        place = route.lane.enter(work.request_id, self._clock(), work.deadline, work.ask.owner, handed_over=handed_over)
         if isinstance(place, Full):
             raise QueueFull(retry_after_s=1.0)
         work.route = route_name
@@ -145,7 +147,7 @@ class Dispatcher:
 
     def _put_back(self, route: Route, work: Work) -> None:
         self._let_go(route, work)
-        route.lane.enter(work.request_id, self._clock(), None, work.ask.owner, handed_over=True)
+        route.lane.enter(work.request_id, self._clock(), work.deadline, work.ask.owner, handed_over=True)
 
     def _start_attempt(self, route: Route, work: Work) -> None:
         frame = Submit(
@@ -165,18 +167,9 @@ class Dispatcher:
         work.attempt_started = now
         work.first_output_at = None
         old = work.move(RequestState.RUNNING)
-        at = self._wall()
-        work.first_output_gate = self._journal.submit(
-            ChangeState(id=work.request_id, old=str(old), new=str(work.state), at=at),
-            StartAttempt(
-                id=work.request_id,
-                attempt=work.attempt,
-                route=route.name,
-                device=route.device,
-                replica_pid=route.replica.pid,
-                at=at,
-                cause=work.handovers[-1].cause if work.handovers else None,
-            ),
+        change = ChangeState(id=work.request_id, old=str(old), new=str(work.state), at=self._wall())
+        work.first_output_gate = self._recorder.attempt_started(
+            work, change, route=route.name, device=route.device, pid=route.replica.pid
         )
         work.first_output_gate.add_done_callback(lambda f: self._attempt_recorded(work, f))
         if work.attempt == 1:
@@ -191,7 +184,7 @@ class Dispatcher:
     def _announce_route(self, work: Work, route: Route) -> None:
         if work.handovers and work.handovers[-1].to_route is None:
             work.handovers[-1].to_route = route.name
-        work.publish(Routed(relevo=self._describe(work)))
+        work.publish(Routed(relevo=self._plan.describe(work)))
 
     # -------------------------------------------------------------- output
 
@@ -217,57 +210,13 @@ class Dispatcher:
         if work.first_output_at is None:
             self._note_first_output(route, work)
         work.add_piece(piece)
-        if work.ask.kept:
-            self._flush_kept(work)
-        elif work.ask.stream and work.output_tokens - work.checkpointed_tokens >= CHECKPOINT_TOKENS:
-            self._journal_checkpoint(work)
+        self._recorder.progressed(work)
 
     def _note_first_output(self, route: Route, work: Work) -> None:
         work.first_output_at = self._clock()
         self._metrics.first_token.labels(work.ask.model, route.name).observe(self._wall() - work.created)
         if work.handovers and work.handovers[-1].gap_ms is None:
             work.handovers[-1].gap_ms = round((work.first_output_at - work.handovers[-1].lost_at) * 1000, 1)
-
-    def _checkpoint_operations(self, work: Work) -> list[SaveCheckpoint]:
-        at = self._wall()
-        return [
-            SaveCheckpoint(
-                id=work.request_id,
-                choice=c.index,
-                tokens=list(c.tokens),
-                text=c.whole_text,
-                delivered_bytes=c.text_bytes,
-                finish=c.finish,
-                at=at,
-            )
-            for c in work.choices
-            if c.tokens
-        ]
-
-    def _journal_checkpoint(self, work: Work) -> asyncio.Future[None]:
-        work.checkpointed_tokens = work.output_tokens
-        saved = self._journal.submit(*self._checkpoint_operations(work))
-        saved.add_done_callback(log_failure(f"checkpoint of {work.request_id}"))
-        return saved
-
-    def _flush_kept(self, work: Work) -> None:
-        """Save what is new of a kept request; its events leave when that is durable. One save at a time."""
-        if work.checkpoint_pending or work.durable_events >= len(work.events):
-            return
-        work.checkpoint_pending = True
-        upto = len(work.events)
-        saved = self._journal_checkpoint(work)
-
-        def saved_now(done: asyncio.Future[None]) -> None:
-            work.checkpoint_pending = False
-            if done.cancelled() or done.exception() is not None:
-                return
-            work.durable_events = max(work.durable_events, min(upto, len(work.events)))
-            work.wake()
-            if not work.ended:
-                self._flush_kept(work)
-
-        saved.add_done_callback(saved_now)
 
     # ---------------------------------------------------------- attempt ends
 
@@ -276,24 +225,17 @@ class Dispatcher:
         if work is None:
             return
         self._learn(route, work, frame)
-        self._record_attempt_end(work, frame.outcome, frame.code, frame.message)
+        self._recorder.attempt_ended(work, frame.outcome, frame.code, frame.message)
         self._let_go(route, work)
         if work.cancel_requested:
-            self._finish_cancel(work)
+            self.endings.cancel(work)
         elif frame.outcome == "completed":
-            self.end(work, RequestState.COMPLETED)
+            self.endings.complete(work)
         elif frame.code == "invalid":
-            self.fail(work, EngineFailed(f"The engine refused the request: {frame.message}"))
+            self.endings.fail(work, EngineFailed(f"The engine refused the request: {frame.message}"))
         else:
             self.lose(work, route, frame.message or f"The engine ended the attempt: {frame.code or frame.outcome}.")
         self.pump(route)
-
-    def _record_attempt_end(self, work: Work, outcome: str, code: str | None, message: str | None) -> None:
-        self._journal.submit(
-            EndAttempt(
-                id=work.request_id, attempt=work.attempt, outcome=outcome, at=self._wall(), code=code, message=message
-            )
-        ).add_done_callback(log_failure(f"end of an attempt of {work.request_id}"))
 
     def _learn(self, route: Route, work: Work, frame: AttemptEnded) -> None:
         """Teach the forecast what this attempt took."""
@@ -337,7 +279,7 @@ class Dispatcher:
         for request_id in await self._journal.expire_due(now):
             work = self.works.get(request_id)
             if work is not None and work.state is RequestState.RESUMABLE:
-                self.fail(work, ResumeExpired())
+                self.endings.fail(work, ResumeExpired())
 
     def end_unservable(self, record: RequestRecord) -> asyncio.Future[None]:
         """After a restart: what can't go on (its payload or its model is gone) ends as failed, with the reason."""
@@ -348,32 +290,23 @@ class Dispatcher:
         """After a restart of the gateway: back into a lane, with nothing delivered."""
         change = self.enqueue(work, route_name)
         if change is not None:
-            self._post(work, change)
+            self._recorder.move(work, change)
 
     async def put_to_rest(self) -> None:
         """The service ends: what delivered output becomes resumable, the rest waits for the next start."""
         for route in self.routes.values():
             for work in list(route.running.values()):
                 route.replica.cancel(work.request_id, work.attempt)
-                self._record_attempt_end(work, "lost", "stopped", "Relevo was stopped.")
+                self._recorder.attempt_ended(work, "lost", "stopped", "Relevo was stopped.")
                 self._let_go(route, work)
                 if work.delivered:
-                    self.rest(work, "Relevo was stopped in the middle of this request.")
+                    self.endings.rest(work, "Relevo was stopped in the middle of this request.")
                 else:
-                    self._interrupt(work)
+                    self.endings.interrupt(work)
             for holder in route.lane.waiting_holders:
                 route.lane.leave(holder)
-                self._interrupt(self.works[holder])
+                self.endings.interrupt(self.works[holder])
         await self._journal.commit()
-
-    def _interrupt(self, work: Work) -> None:
-        """Tell its callers that the service stops. The request is not ended: the next start takes it up."""
-        error = Draining(
-            "Relevo is being stopped. The request is kept and will be done after the next start; "
-            f"`relevo requests show {work.request_id}` has its result then.",
-            retry_after_s=5.0,
-        )
-        work.publish(Ended(state="failed", usage=work.usage, relevo=self._describe(work), error=error_object(error)))
 
     # ---------------------------------------------------------------- losing
 
@@ -384,11 +317,11 @@ class Dispatcher:
         for work in lost:
             work.suspect = work.suspect or (blame and len(lost) > 1)
             work.alone_kills += blame and len(lost) == 1
-            self._record_attempt_end(work, "lost", str(death.kind or "stopped"), death.cause)
+            self._recorder.attempt_ended(work, "lost", str(death.kind or "stopped"), death.cause)
             self._let_go(route, work)
         for work in lost:
             if work.cancel_requested:
-                self._finish_cancel(work)
+                self.endings.cancel(work)
             else:
                 self.lose(work, route, death.cause)
         for holder in route.lane.waiting_holders:
@@ -404,6 +337,9 @@ class Dispatcher:
 
     def lose(self, work: Work, route: Route, cause: str) -> None:
         """One request lost its attempt: restart it, go on with it, let it rest as resumable, or fail it."""
+        if not work.open_choices:
+            self.endings.complete(work)  # it lacked only its worker's goodbye
+            return
         standby, home = self._plan.ways(work, route)
         decision = on_route_lost(
             LostAttempt(
@@ -430,32 +366,16 @@ class Dispatcher:
                     work.forget_output()
                 self._queue_again(work, decision.route, cause)
             case Fail():
-                self.fail(work, decision.error)
+                self.endings.fail(work, decision.error)
             case BecomeResumable():
-                self.rest(work, decision.reason)
+                self.endings.rest(work, decision.reason)
 
     def _queue_again(self, work: Work, route_name: str, cause: str) -> None:
         change = self.enqueue(work, route_name)
         if change is not None:
-            self._post(work, msgspec.structs.replace(change, reason=cause))
+            self._recorder.move(work, msgspec.structs.replace(change, reason=cause))
         work.degraded_reason = cause if route_name != self._plan.home(work) else None
         self.pump(self.routes[work.ask.model, route_name])
-
-    def rest(self, work: Work, cause: str) -> None:
-        """Make it resumable: what was delivered is kept, and one error event says how to go on."""
-        old = work.move(RequestState.RESUMABLE)
-        work.kept_until = self._wall() + self._retention_s
-        work.reason = cause
-        sentence = (
-            f"{cause} What was delivered so far is kept; nothing is lost. "
-            f"Go on with `relevo requests resume {work.request_id}`, or POST to the address in `resume`."
-        )
-        work.error = resumable_error(work, sentence)
-        change = ChangeState(
-            id=work.request_id, old=str(old), new="resumable", at=self._wall(), reason=cause, kept_until=work.kept_until
-        )
-        saved = self._journal.submit(change, *self._checkpoint_operations(work))
-        saved.add_done_callback(lambda f: self._publish_end(work, f))
 
     def resume(self, work: Work, route_name: str) -> int:
         """Take up a resting request: same id, next attempt, after its last token. Returns events taken back."""
@@ -470,7 +390,7 @@ class Dispatcher:
             work.handovers[-1].grade = "continuous"
         change = self.enqueue(work, route_name)
         assert change is not None
-        self._post(work, change)
+        self._recorder.move(work, change)
         work.lane_since = now
         self.pump(self.routes[work.ask.model, route_name])
         return taken_back
@@ -497,88 +417,8 @@ class Dispatcher:
             return
         if route is not None:
             route.lane.leave(work.request_id)
-        self._finish_cancel(work)
-
-    def _finish_cancel(self, work: Work) -> None:
-        work.error = error_object(Cancelled(f"The request was cancelled: {work.cancel_reason}"))
-        self.end(work, RequestState.CANCELLED, reason=work.cancel_reason)
+        self.endings.cancel(work)
 
     def _expire(self, work: Work, route: Route) -> None:
         error = DeadlinePassed(f"The request waited for the {route.name} route until its deadline passed.")
-        self.fail(work, error)
-
-    def fail(self, work: Work, error: RelevoError) -> None:
-        """End it as failed, with the reason."""
-        work.error = error_object(error)
-        self.end(work, RequestState.FAILED, reason=error.message)
-
-    def end(self, work: Work, state: RequestState, *, reason: str | None = None) -> None:
-        """The one end of a request. Ended leaves when it is durable."""
-        work.move(state)
-        work.reason = reason
-        work.ended_at = self._wall()
-        self._count_end(work)
-        result = {**result_of(work), "error": work.error, "relevo": self._describe(work)}
-        saved = self._journal.submit(
-            EndRequest(
-                id=work.request_id,
-                state=str(state),
-                at=work.ended_at,
-                reason=reason,
-                result=msgspec.json.encode(result),
-                completion_tokens=work.output_tokens,
-            )
-        )
-        saved.add_done_callback(lambda f: self._publish_end(work, f))
-
-    def _publish_end(self, work: Work, saved: asyncio.Future[None]) -> None:
-        if saved.cancelled():
-            return
-        failure = saved.exception()
-        error = work.error
-        if failure is not None:
-            _log.error("the end of %s could not be recorded: %s", work.request_id, failure)
-            error = error_object(failure if isinstance(failure, RelevoError) else RelevoError())
-        work.durable_events = len(work.events)
-        work.publish(
-            Ended(
-                state=str(work.state) if failure is None else "failed",
-                usage=work.usage,
-                relevo=self._describe(work),
-                reason=work.reason,
-                error=error,
-            )
-        )
-        self._forget_old()
-
-    def _count_end(self, work: Work) -> None:
-        model, route = work.ask.model, work.route or "none"
-        self._metrics.requests.labels(model, route, str(work.state)).inc()
-        self._metrics.tokens.labels(model, route, "in").inc(len(work.prompt_tokens))
-        self._metrics.tokens.labels(model, route, "out").inc(work.output_tokens)
-        if work.first_output_at is not None and work.output_tokens > 1:
-            spent_s = self._clock() - work.first_output_at
-            self._metrics.per_token.labels(model, route).observe(spent_s / (work.output_tokens - 1))
-
-    def _forget_old(self) -> None:
-        ended = [w for w in self.works.values() if w.ended and w.callers == 0]
-        for work in ended[: max(0, len(ended) - KEEP_ENDED)]:
-            del self.works[work.request_id]
-
-    def _post(self, work: Work, *operations: ChangeState) -> None:
-        self._journal.submit(*operations).add_done_callback(log_failure(f"a move of {work.request_id}"))
-
-
-def log_failure(what: str) -> Callable[[asyncio.Future[None]], None]:
-    """A callback that logs a journal future's failure, where nobody else awaits it."""
-
-    def check(done: asyncio.Future[None]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            _log.error("%s could not be recorded: %s", what, error)
-
-    return check
-
-
-def error_object(error: RelevoError) -> dict[str, Any]:
-    """An error as events and records carry it."""
-    return {"message": error.message, "type": error.type, "code": error.code, "param": error.param, **error.detail}
+        self.endings.fail(work, error)

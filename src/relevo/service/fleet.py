@@ -21,8 +21,9 @@ from relevo.journal import Journal, PutFact, WorkerGone, WorkerStarted
 from relevo.replicas.death import Death
 from relevo.replicas.process import Identity, ProcessLimits
 from relevo.replicas.replica import Replica, ReplicaNotServing
-from relevo.service.dispatcher import Dispatcher, log_failure
+from relevo.service.dispatcher import Dispatcher
 from relevo.service.metrics import Metrics
+from relevo.service.records import log_failure
 from relevo.service.routes import Route
 
 _log = logging.getLogger("relevo.fleet")

@@ -13,7 +13,7 @@ import msgspec
 
 from relevo.config import Config, DeviceConfig, ModelConfig
 from relevo.core.breaker import Breaker, BreakerRecord
-from relevo.core.demand import LoadOptions, ModelShape, model_demand
+from relevo.core.demand import DEVICE_START, ModelShape, load_options, model_demand
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
@@ -30,10 +30,11 @@ from relevo.models.shape import shape_of
 from relevo.replicas.process import Identity
 from relevo.replicas.replica import Replica, ReplicaSettings
 from relevo.replicas.text import TextProcess
-from relevo.service.dispatcher import Dispatcher, log_failure
+from relevo.service.dispatcher import Dispatcher
 from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, Footprint, HeldDevice
 from relevo.service.metrics import Metrics
 from relevo.service.paths import Paths
+from relevo.service.records import log_failure
 from relevo.service.routes import Placement, Route, ServedModel
 from relevo.service.service import RelevoService
 from relevo.service.status import StatusBoard
@@ -281,25 +282,9 @@ def open_device(name: str, described: DeviceConfig, facts: EngineFacts, librarie
     return watched
 
 
-def options_of(plan: StartModel, *, on_device: bool) -> LoadOptions:
-    """A plan as the demand formulas take it."""
-    return LoadOptions(
-        on_device=on_device,
-        gpu_layers=plan.gpu_layers,
-        context_tokens=plan.context_tokens,
-        sequences=plan.slots + 1,
-        shared_cells=plan.profile == "fast",
-        batch_tokens=plan.batch_tokens,
-        ubatch_tokens=plan.ubatch_tokens,
-        outputs=plan.slots + 1,
-        kv_type=plan.kv_type,
-        flash_attention=plan.flash_attention,
-    )
-
-
 def footprint_on_host(shape: ModelShape, plan: StartModel) -> Footprint:
     """What a worker on the CPU takes: mapped weights count in the lease, but not against its private memory."""
-    _, host = model_demand(shape, options_of(plan, on_device=False))
+    _, host = model_demand(shape, load_options(plan, on_device=False, learned=DEVICE_START["cpu"]))
     weights = host.weights_bytes or 0
     private = host.known_bytes - weights + PROCESS_BYTES + (weights if plan.repack or not plan.use_mmap else 0)
     unknown = weights // 4 if host.total_bytes is None else 0  # a compute buffer without a closed form
@@ -311,6 +296,7 @@ def footprint_on(held: HeldDevice, shape: ModelShape, plan: StartModel) -> Footp
     if held.emulated:
         on_host = footprint_on_host(shape, plan)
         return Footprint(on_host.lease_bytes + PROCESS_BYTES, None)
-    device, _ = model_demand(shape, options_of(plan, on_device=True))
+    learned = DEVICE_START.get(str(held.device.kind), DEVICE_START["vulkan"])
+    device, _ = model_demand(shape, load_options(plan, on_device=True, learned=learned))
     unknown = (device.weights_bytes or 0) // 4 if device.total_bytes is None else 0
     return Footprint(device.known_bytes + unknown, None)

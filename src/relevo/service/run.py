@@ -147,7 +147,7 @@ async def _recover(house: House, journal: Journal) -> int:
         recovered += 1
         action = on_gateway_restart(work.state, delivered=_may_have_delivered(work))
         if isinstance(action, BecomeResumable):
-            house.dispatcher.rest(work, action.reason)
+            house.dispatcher.endings.rest(work, action.reason)
         elif isinstance(action, Requeue):
             work.forget_output()
             house.dispatcher.requeue(work, house.board.better_route(work) or house.board.home(work))

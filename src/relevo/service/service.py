@@ -23,7 +23,7 @@ from relevo.core.errors import (
     RequestNotFound,
     TooManyRequests,
 )
-from relevo.core.events import Ask, Waiting
+from relevo.core.events import Ask, ServiceEvent, Waiting
 from relevo.core.request import RequestState, new_request_id
 from relevo.journal import AcceptRequest, Journal
 from relevo.service.dispatcher import Dispatcher
@@ -182,8 +182,9 @@ class RelevoService:
         lane_s = self._models[ask.model].routes[verdict.route].lane_config.deadline_s
         wait_s = lane_s if ask.deadline_s is None else ask.deadline_s
         began = time.monotonic()
+        work.deadline = began + wait_s
         self._dispatcher.adopt(work)
-        queued = self._dispatcher.enqueue(work, verdict.route, deadline=began + wait_s, handed_over=False)
+        queued = self._dispatcher.enqueue(work, verdict.route, handed_over=False)
         accepted = self._journal.submit(
             AcceptRequest(
                 id=work.request_id,
@@ -363,6 +364,26 @@ class RelevoService:
         return self._ticket(work, replayed=True, start=max(0, start))
 
     # ------------------------------------------------------------------ watching
+
+    async def request_events(
+        self, owner: str | None, request_id: str, after: int
+    ) -> AsyncIterator[tuple[int, ServiceEvent]]:
+        """See facade.Service.request_events."""
+        work = await self._own_work(owner, request_id)
+        if work is None:
+            record = await self._journal.get(request_id)
+            work = work_from_record(record) if record is not None else None
+            if work is None:
+                raise RequestNotFound("The request's payload was removed after the retention time.")
+        ticket = self._ticket(work, replayed=True, start=after)
+        number = after
+        try:
+            async for event in ticket.events():
+                if not isinstance(event, Waiting):
+                    number += 1
+                    yield number, event
+        finally:
+            await ticket.leave()
 
     async def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         """See facade.Service.watch_status."""

@@ -114,6 +114,8 @@ class Work:
 
         self.route: str | None = None  # where it is queued or runs
         self.lane_since: float = 0.0
+        self.deadline: float | None = None
+        """Monotonic time at which it must have started, on whatever route."""
         self.attempt = 0
         self.attempt_started: float = 0.0
         self.first_output_at: float | None = None
