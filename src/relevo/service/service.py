@@ -226,7 +226,7 @@ class RelevoService:
 
     # ------------------------------------------------------------------ tickets
 
-    def _ticket(self, work: Work, *, replayed: bool, start: int = 0) -> WorkTicket:
+    def _ticket(self, work: Work, *, replayed: bool, start: int = 0, watches: bool = False) -> WorkTicket:
         return WorkTicket(
             work,
             replayed=replayed,
@@ -234,6 +234,7 @@ class RelevoService:
             describe=self._board.describe,
             waiting=self._waiting,
             left=self._left,
+            watches=watches,
         )
 
     def _waiting(self, work: Work) -> Waiting | None:
@@ -375,15 +376,11 @@ class RelevoService:
             work = work_from_record(record) if record is not None else None
             if work is None:
                 raise RequestNotFound("The request's payload was removed after the retention time.")
-        ticket = self._ticket(work, replayed=True, start=after)
         number = after
-        try:
-            async for event in ticket.events():
-                if not isinstance(event, Waiting):
-                    number += 1
-                    yield number, event
-        finally:
-            await ticket.leave()
+        async for event in self._ticket(work, replayed=True, start=after, watches=True).events():
+            if not isinstance(event, Waiting):
+                number += 1
+                yield number, event
 
     async def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         """See facade.Service.watch_status."""

@@ -22,15 +22,16 @@ class WorkTicket:
         describe: Callable[[Work], dict[str, Any]],
         waiting: Callable[[Work], Waiting | None],
         left: Callable[[Work], None],
+        watches: bool = False,
     ) -> None:
         self._work = work
         self._next = start
         self._describe = describe
         self._waiting = waiting
         self._left = left
-        self._gone = False
+        self._gone = watches  # who only watches neither keeps the request alive nor ends it by leaving
         self.replayed = replayed
-        work.callers += 1
+        work.callers += not watches
 
     @property
     def request_id(self) -> str:
@@ -57,8 +58,11 @@ class WorkTicket:
                 self._next += 1
                 if isinstance(event, Delta) and work.ask.stream:
                     work.delivered = True
+                last = isinstance(event, Ended) and self._next == len(work.events)
+                if last:
+                    self._depart()
                 yield event
-                if isinstance(event, Ended) and self._next == len(work.events):
+                if last:
                     return
                 continue
             await work.changed()
@@ -70,7 +74,13 @@ class WorkTicket:
 
     async def leave(self) -> None:
         """The caller went away. A request that is not kept, and has no other caller, is cancelled."""
-        if not self._gone:
-            self._gone = True
-            self._work.callers -= 1
+        if self._depart():
             self._left(self._work)
+
+    def _depart(self) -> bool:
+        """Stop counting as a caller. False when it did not count."""
+        if self._gone:
+            return False
+        self._gone = True
+        self._work.callers -= 1
+        return True
