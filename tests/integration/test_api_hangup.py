@@ -59,7 +59,7 @@ def test_a_client_that_leaves_in_any_phase_leaves_its_ticket(house: House, phase
         if stream and phase in ("routed", "running"):
             read_until(sock, b"assistant")
     assert house.left()
-    assert house.service.tickets[0].times_left == 1
+    assert (house.service.tickets[0].times_left, house.service.tickets[0].closed) == (1, 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -114,6 +114,7 @@ def test_a_reader_that_stops_is_given_up_and_its_connection_dropped(house: House
         assert house.left(timeout_s=5)
         time.sleep(0.1)
         got = read_all(sock)
+    assert house.service.tickets[0].closed == 1, "its events are closed, not left to be tidied up"
     assert b"[DONE]" not in got
     assert len(got) < 400 * 60_000
 

@@ -11,6 +11,7 @@ import msgspec
 
 from relevo.api.body import read_object
 from relevo.api.call import Call
+from relevo.api.closing import closing
 from relevo.api.connection import Hangup
 from relevo.api.delivery import Delivery, accept_resume
 from relevo.api.front import Front
@@ -128,8 +129,9 @@ class ControlRoutes:
             try:
                 async with asyncio.TaskGroup() as group:
                     beside = [group.create_task(hangup.raise_when_gone()), group.create_task(writer.keep_alive())]
-                    async for line in lines:
-                        await writer.write(line)
+                    async with closing(lines) as every:
+                        async for line in every:
+                            await writer.write(line)
                     for task in beside:
                         task.cancel()
             except BaseExceptionGroup as several:
@@ -138,15 +140,17 @@ class ControlRoutes:
 
 
 async def _status_lines(changes: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    async for status in changes:
-        yield b"event: status\ndata: " + msgspec.json.encode(status) + b"\n\n"
+    async with closing(changes) as every:
+        async for status in every:
+            yield b"event: status\ndata: " + msgspec.json.encode(status) + b"\n\n"
 
 
 async def _event_lines(events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[bytes]:
-    async for number, event in events:
-        fields = msgspec.to_builtins(event)
-        name = fields.pop("type").lower()
-        yield b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), msgspec.json.encode(fields))
+    async with closing(events) as every:
+        async for number, event in every:
+            fields = msgspec.to_builtins(event)
+            name = fields.pop("type").lower()
+            yield b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), msgspec.json.encode(fields))
 
 
 def _request_id(call: Call) -> str:

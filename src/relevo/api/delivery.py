@@ -10,7 +10,8 @@ from typing import Any
 import structlog
 
 from relevo.api.call import Call
-from relevo.api.connection import ClientGone, Hangup
+from relevo.api.closing import closing
+from relevo.api.connection import ClientGone, Hangup, ReaderStalled
 from relevo.api.errors import EndedUnfinished, error_object
 from relevo.api.openai_stream import Collected, TextStream
 from relevo.api.relevo_headers import pending_headers, relevo_headers
@@ -136,17 +137,18 @@ class Delivery:
         except RelevoError as error:
             if not self._call.started:
                 raise
-            await streamed.fail(error)
+            await streamed.fail(error)  # bounded: nobody watches the reader any more
         if streamed.refused is not None:
             raise streamed.refused
 
     async def _gather(self, collected: Collected) -> None:
-        async for event in self._ticket.events():
-            if isinstance(event, Delta):
-                collected.add(event)
-            elif isinstance(event, Ended):
-                self._ended = event
-                return
+        async with closing(self._ticket.events()) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    collected.add(event)
+                elif isinstance(event, Ended):
+                    self._ended = event
+                    return
         raise RelevoError("The request's events stopped without an end. Its record tells how far it came.")
 
     async def _beside(self, work: Coroutine[Any, Any, None], *watchers: Coroutine[Any, Any, None]) -> None:
@@ -185,23 +187,24 @@ class _Streamed:
         """Every event to the client, until the end."""
         write, delta = self._writer.write, self._dialect.delta
         seen = 0
-        async for event in self._ticket.events():
-            if isinstance(event, Delta):
-                if not self._opened:
-                    await self._open(self._ticket.relevo())
-                chunk = delta(event)
-                if chunk:
-                    await write(chunk)
-            elif isinstance(event, Routed):
-                await self._route(event)
-            elif isinstance(event, Waiting):
-                await self._wait(event)
-            elif isinstance(event, Ended):
-                await self._end(event)
-                return
-            seen += 1
-            if seen % _BREATHER_EVENTS == 0:
-                await asyncio.sleep(0)
+        async with closing(self._ticket.events()) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    if not self._opened:
+                        await self._open(self._ticket.relevo())
+                    chunk = delta(event)
+                    if chunk:
+                        await write(chunk)
+                elif isinstance(event, Routed):
+                    await self._route(event)
+                elif isinstance(event, Waiting):
+                    await self._wait(event)
+                elif isinstance(event, Ended):
+                    await self._end(event)
+                    return
+                seen += 1
+                if seen % _BREATHER_EVENTS == 0:
+                    await asyncio.sleep(0)
         raise RelevoError("The request's events stopped without an end. Its record tells how far it came.")
 
     async def tick(self) -> None:
@@ -222,8 +225,12 @@ class _Streamed:
         """Our own fault in the middle: the stream says so, and ends."""
         body = error_object(error)
         body.setdefault("relevo", self._ticket.relevo())
-        await self._writer.write(self._dialect.failure(body))
-        await self._writer.end()
+        try:
+            async with asyncio.timeout(self._pace.send_timeout_s):
+                await self._writer.write(self._dialect.failure(body))
+                await self._writer.end()
+        except TimeoutError:
+            raise ReaderStalled from None
 
     async def _open(self, relevo: dict[str, Any]) -> None:
         """Headers, unless they went before, and the first chunk."""

@@ -83,6 +83,7 @@ class FakeTicket:
         self.left = asyncio.Event()
         self.times_left = 0
         self.reading = asyncio.Event()
+        self.closed = 0
         self.past: list[ServiceEvent] = []
         self._steps = steps
         self._relevo = relevo_object(None, request_id=self.request_id)
@@ -92,18 +93,21 @@ class FakeTicket:
 
     async def events(self) -> AsyncIterator[ServiceEvent]:
         self.reading.set()
-        for step in self._steps:
-            if isinstance(step, int | float):
-                await asyncio.sleep(step)
-            elif isinstance(step, asyncio.Event):
-                await step.wait()
-            elif isinstance(step, Exception):
-                raise step
-            else:
-                if isinstance(step, Routed):
-                    self._relevo = step.relevo
-                self.past.append(step)
-                yield step
+        try:
+            for step in self._steps:
+                if isinstance(step, int | float):
+                    await asyncio.sleep(step)
+                elif isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    raise step
+                else:
+                    if isinstance(step, Routed):
+                        self._relevo = step.relevo
+                    self.past.append(step)
+                    yield step
+        finally:
+            self.closed += 1
 
     async def leave(self) -> None:
         self.times_left += 1
@@ -123,6 +127,7 @@ class FakeService:
         self.submitting = asyncio.Event()
         self.replayed = False
         self.serves = True
+        self.watchers = 0
         self.owners: dict[str, str] = {}
         self.statuses: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
@@ -198,9 +203,13 @@ class FakeService:
                 yield number, event
 
     async def watch_status(self) -> AsyncIterator[dict[str, Any]]:
-        yield self.status()
-        while True:
-            yield await self.statuses.get()
+        self.watchers += 1
+        try:
+            yield self.status()
+            while True:
+                yield await self.statuses.get()
+        finally:
+            self.watchers -= 1
 
     def metrics(self) -> bytes:
         return b"relevo_up 1\n"
