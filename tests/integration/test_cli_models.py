@@ -69,3 +69,14 @@ def test_a_model_is_tried_and_then_written_with_comments_kept(
     model = load_config(own_place / "relevo.toml").models["smollm2-135m-instruct"]
     assert (model.path, model.context_tokens, model.slots) == (str(demo.find()), 1024, 2)
     assert "already" in refused(own_place, capsys, str(demo.find()), "--yes")
+
+
+def test_a_model_the_engine_does_not_know_is_refused_with_the_engines_reason(
+    own_place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = demo.find().read_bytes()
+    head = whole[:3_000_000].replace(b"llama.", b"zlama.")
+    at = head.index(b"llama", head.index(b"general.architecture"))
+    odd = own_place / "odd.gguf"
+    odd.write_bytes(head[:at] + b"zlama" + head[at + 5 :] + whole[3_000_000:])
+    assert "unknown model architecture: 'zlama'" in refused(own_place, capsys, str(odd), "--yes")

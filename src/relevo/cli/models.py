@@ -95,7 +95,7 @@ def add(
         _print_sizing(sizing)
     sizing.check_fits()
     if not yes:
-        _ask_to_go_on(str(paths.config))
+        _ask_to_go_on(str(paths.config), silent=json)
     trial = try_model(sizing.name, sizing.model, libraries=sizing.config.engine.libraries, chat=sizing.has_template)
     if not json:
         _print_trial(trial)
@@ -158,11 +158,11 @@ def _print_trial(trial: Trial) -> None:
     say(f"  ready after {trial.load_s:.1f} s, first word after {trial.first_token_s:.2f} s{speed}")
 
 
-def _ask_to_go_on(config: str) -> None:
+def _ask_to_go_on(config: str, *, silent: bool) -> None:
     """Raises ConfigError unless a person says yes."""
     from relevo.core.errors import ConfigError
 
-    if not sys.stdin.isatty():
+    if silent or not sys.stdin.isatty():
         raise ConfigError(f"Nothing was changed: pass --yes to try the model and write it to {config}.")
     if input(f"Try it and write it to {config}? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ConfigError("Nothing was changed.")

@@ -49,7 +49,10 @@ def table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", title_style="bold", caption_justify="left", caption_style="",
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     return made

@@ -281,7 +281,7 @@ def _route_text(relevo: dict[str, Any]) -> str | None:
 
 def _handover_text(handover: dict[str, Any]) -> str:
     text = f"{handover.get('from')} to {handover.get('to') or 'nowhere yet'} at token {handover.get('at_token')}"
-    text += f", {handover.get('cause')}"
+    text += f", {str(handover.get('cause')).rstrip('.')}"
     if handover.get("gap_ms") is not None:
         text += f", {duration_text(handover['gap_ms'] / 1000)} without output"
     return plain(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from relevo.cli.output import bytes_text, complain, plain
+from relevo.cli.output import bytes_text, plain
 from relevo.cli.place import Place, load_config_at
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def serve(
         print(render_announcement(said), flush=True)
 
     configure_logging()
-    complain(f"Starting {', '.join(loaded.models)}; the state folder is {paths.state} ...")
+    print(f"Starting {', '.join(loaded.models)}; the state folder is {paths.state} ...", flush=True)
     try:
         return run_service(loaded, paths, announce=announce, listen=lambda: open_front(loaded, paths))
     except DeviceError as error:

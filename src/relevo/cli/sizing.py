@@ -178,4 +178,4 @@ def _demand_text(demand: Demand) -> str:
     if total is not None:
         return f"{bytes_text(total)} ({parts})"
     why = next(iter(demand.reasons.values()), "a part is not known")
-    return f"at least {bytes_text(demand.known_bytes)} ({parts}). {why}"
+    return f"at least {bytes_text(demand.known_bytes)} ({parts}; {why.rstrip('.')})"

@@ -98,24 +98,28 @@ def render_status(found: dict[str, Any], url: str) -> list[RenderableType]:
     head = Text.assemble("Relevo ", (state, f"bold {colour}"), f"  {plain(str(found.get('version', '')))}  {url}")
     for reason in found.get("reasons") or []:
         head.append(f"\n{plain(str(reason))}")
-    parts: list[RenderableType] = [head, _devices(found), _replicas(found), _lanes(found)]
-    parts.append(Text(certificate_text(found.get("certificate"), found.get("certificate_reason"))))
+    tables = (_devices(found), _replicas(found), _lanes(found))
+    parts: list[RenderableType] = [head, *(part for made in tables for part in (Text(), made))]
+    parts.append(Text("\n" + certificate_text(found.get("certificate"), found.get("certificate_reason"))))
     return parts
 
 
 def _devices(found: dict[str, Any]) -> RenderableType:
     sizes = ("total", "leased", "external", "available", "headroom")
-    described = [device for device in found.get("devices") or [] if device.get("description")]
     made = table("Devices", "name", "kind", *sizes, "breaker", numbers=sizes)
+    notes: list[str] = []
     for device in found.get("devices") or []:
+        name, breaker = plain(str(device.get("name"))), device.get("breaker") or {}
+        figures = [figure(device, f"{size}_bytes") for size in sizes]
         made.add_row(
-            plain(str(device.get("name"))),
-            kind_text(device),
-            *(figure(device, f"{size}_bytes") for size in sizes),
-            breaker_text(device.get("breaker")),
+            name, kind_text(device), *(text.split(":")[0] for text in figures), str(breaker.get("state") or "-")
         )
-    made.caption = "\n".join(f"{plain(str(d.get('name')))}: {plain(str(d['description']))}" for d in described) or None
-    made.caption_justify = "left"
+        if device.get("description"):
+            notes.append(f"{name}: {plain(str(device['description']))}")
+        notes += [f"{name}: {size} is {text}" for size, text in zip(sizes, figures, strict=True) if ":" in text]
+        if breaker.get("state") not in (None, "closed"):
+            notes.append(f"{name}: breaker {breaker_text(breaker)}")
+    made.caption = "\n".join(notes) or None
     return made
 
 
@@ -133,7 +137,7 @@ def breaker_text(breaker: Any) -> str:
     if text == "closed":
         return text
     if breaker.get("cause"):
-        text += f": {short(breaker['cause'], 100)}"
+        text += f": {short(breaker['cause'], 200)}"
     if breaker.get("since"):
         text += f" (since {time_text(breaker['since'])})"
     if breaker.get("next_probe_s") is not None:

@@ -105,10 +105,19 @@ def _wait_ready(process: subprocess.Popen[bytes], place: Path, until: float) -> 
         with contextlib.suppress(httpx2.HTTPError):
             holder = read_holder(place / "state")
             url = None if holder is None else holder.address
-            if url is not None and httpx2.get(f"{url}/ready", timeout=5.0, trust_env=False).status_code == 200:
+            if url is not None and _serves(httpx2.get(f"{url}/relevo/v1/status", timeout=5.0, trust_env=False).json()):
                 return url
         time.sleep(_POLL_S)
     raise TrialFailed(f"The model did not become ready in time: {_last_line(place)}")
+
+
+def _serves(status: dict[str, Any]) -> bool:
+    """Whether a route serves. Raises TrialFailed as soon as the worker has died once: it would only die again."""
+    for replica in status.get("replicas") or []:
+        death = replica.get("last_death")
+        if death:
+            raise TrialFailed(f"The model did not start: {death.get('cause')}")
+    return status.get("state") in ("ok", "degraded")
 
 
 def _ask(url: str, name: str, *, chat: bool, load_s: float, place: Path) -> Trial:
