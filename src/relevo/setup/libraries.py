@@ -205,8 +205,17 @@ def fetch(progress: Progress, library_set: LibrarySet | None = None) -> Path:
     def fill(into: Path) -> None:
         for part in wanted.parts:
             packages.fetch(part, into, progress)
+        _give_plain_names(into)
 
     def wait() -> None:
         progress.say("Another run is fetching the engine's libraries; waiting for it ...")
 
     return ensure_entry(wanted.key, fill, wait)
+
+
+def _give_plain_names(folder: Path) -> None:
+    """Sets for cards call their libraries "libllama.vulkan.v0.5.0.so"; a link gives each the name everybody expects."""
+    for stem in ("libggml", "libllama"):
+        found = sorted(folder.glob(f"{stem}.*.{ENGINE_RELEASE}.so"))
+        if found:
+            (folder / f"{stem}.so").symlink_to(found[0].name)
