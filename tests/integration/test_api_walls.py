@@ -19,7 +19,7 @@ from relevo.api.route import Access, GuardedRoute
 from relevo.api.server import bind
 from relevo.api.sse import Pace
 from relevo.config import Config, LimitsConfig, ServerConfig
-from relevo.core.errors import StartupError
+from relevo.core.errors import JournalUnavailable, StartupError
 from relevo.core.events import Delta, Routed
 from tests.integration.api_house import House, open_house, post, read_all, read_answer, read_until, split_answer
 from tests.integration.fakes.fake_service import FakeService, completed, plain_answer, relevo_object, resumable
@@ -159,6 +159,16 @@ def test_a_requests_events_are_numbered_and_go_on_after_the_last_one_seen(house:
     rest = house.ask("GET", path, last_event_id="3")[2]
     assert re.findall(rb"id: (\d+)", rest) == [b"4", b"5"]
     assert refused(house.ask("GET", path, last_event_id="-1"), 400)["param"] == "last-event-id"
+
+
+def test_a_feed_that_breaks_says_so(house: House):
+    house.service.__init__()  # type: ignore[misc]
+    request_id = house.ask("POST", "/v1/chat/completions", CHAT)[1]["x-request-id"]
+    house.service.refusal = JournalUnavailable()
+    body = house.ask("GET", f"/relevo/v1/requests/{request_id}/events", last_event_id="4")[2]
+    house.service.refusal = None
+    last = body.split(b"\n\n")[-2]
+    assert last.startswith(b"event: error\ndata: ") and b'"code":"journal_unavailable"' in last
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -14,6 +14,7 @@ from relevo.api.call import Call
 from relevo.api.closing import closing
 from relevo.api.connection import Hangup
 from relevo.api.delivery import Delivery, accept_resume
+from relevo.api.errors import error_body
 from relevo.api.front import Front
 from relevo.api.openai_chat import ChatStream, chat_answer
 from relevo.api.openai_chat import answer_id as chat_id
@@ -22,7 +23,7 @@ from relevo.api.openai_completion import answer_id as completion_id
 from relevo.api.relevo_headers import relevo_headers
 from relevo.api.route import Access, GuardedRoute
 from relevo.api.sse import EventWriter
-from relevo.core.errors import BadRequest, RequestNotFound
+from relevo.core.errors import BadRequest, RelevoError, RequestNotFound
 
 STATES = ("accepted", "queued", "running", "resumable", "completed", "cancelled", "failed")
 MOST_LISTED = 1000
@@ -135,7 +136,10 @@ class ControlRoutes:
                     for task in beside:
                         task.cancel()
             except BaseExceptionGroup as several:
-                raise several.exceptions[0] from None
+                fault = several.exceptions[0]
+                if not isinstance(fault, RelevoError):
+                    raise fault from None
+                await writer.write(b"event: error\ndata: " + error_body(fault) + b"\n\n")
             await writer.end()
 
 

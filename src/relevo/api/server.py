@@ -22,7 +22,7 @@ GRACEFUL_S = 10
 
 
 def bind(host: str, port: int, keys: KeyRing) -> socket.socket:
-    """A bound socket, not listening yet. Port 0 takes any free one.
+    """A listening socket: who connects before the server runs waits for it. Port 0 takes any free one.
 
     Raises StartupError: not loopback without a key, port taken (by whom, where that can be seen), no such address.
     """

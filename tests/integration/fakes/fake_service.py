@@ -201,6 +201,8 @@ class FakeService:
         for number, event in enumerate(self._find(owner, request_id).past, 1):
             if number > after:
                 yield number, event
+        if self.refusal is not None:
+            raise self.refusal
 
     async def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         self.watchers += 1
