@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relevo.config import Config, parse_config
+from relevo.config import parse_config
 from relevo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,23 +45,6 @@ def edit_config(path: Path, change: Callable[[TOMLDocument], None]) -> Path | No
     except OSError as e:
         raise ConfigError(f"The configuration {path} cannot be written: {e.strerror}.") from None
     return kept
-
-
-def restore_config(path: Path, kept: Path | None) -> None:
-    """Undo the last change: the kept file comes back, or the new one goes."""
-    if kept is None:
-        path.unlink(missing_ok=True)
-    else:
-        kept.replace(path)
-
-
-def try_edit(path: Path, change: Callable[[TOMLDocument], None]) -> Config:
-    """The configuration as it would be after the change; nothing is written. Raises ConfigError."""
-    import tomlkit
-
-    document = tomlkit.parse(_read(path) or "")
-    change(document)
-    return parse_config(tomlkit.dumps(document), str(path))
 
 
 def put(document: TOMLDocument, table: tuple[str, ...], values: dict[str, Any]) -> None:

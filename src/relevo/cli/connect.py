@@ -23,6 +23,7 @@ DOCKER_NAME = "host.docker.internal"
 DOCKER_ADDRESS = "172.17.0.1"
 """The host as containers on Docker's default bridge see it, by name and by number."""
 _TEST_TIMEOUT_S = 60.0
+_CONNECT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -79,9 +80,7 @@ def prepare(client: Client, place: ServicePlace, host: str | None) -> Connection
     config = place.load(may_be_missing=True)
     found = find_url(place)
     listens = urlsplit(found.url)
-    open_to_all = (
-        not is_loopback(config.server.host) if not found.announced else not is_loopback(listens.hostname or "")
-    )
+    open_to_all = _listens_outside(listens.hostname or "", listens.port or 80, config.server.host)
     docker = client == "open-webui" and host is None
     reached = _checked_host(host) if host else DOCKER_NAME if docker else "127.0.0.1"
     wanted = [DOCKER_NAME, DOCKER_ADDRESS] if client == "open-webui" else []
@@ -105,6 +104,26 @@ def prepare(client: Client, place: ServicePlace, host: str | None) -> Connection
         config=str(paths.config),
         reaches=open_to_all or is_loopback(reached),
     )
+
+
+def _listens_outside(host: str, port: int, configured: str) -> bool:
+    """Whether others than this machine can reach the port.
+
+    Found by trying this machine's own addresses, since a service on all of them is announced by loopback's; by the
+    configuration where nothing runs.
+    """
+    import socket
+
+    import psutil  # type: ignore[import-untyped]
+
+    from relevo.api.hosts import is_loopback
+
+    if not is_loopback(host):
+        return True
+    if not _reachable(f"http://{_bracketed(host)}:{port}"):
+        return not is_loopback(configured)
+    own = [a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET]
+    return any(_reachable(f"http://{address}:{port}") for address in own if not is_loopback(address))
 
 
 def _checked_host(host: str) -> str:
@@ -192,7 +211,7 @@ def _reachable(url: str) -> bool:
 
     parts = urlsplit(url)
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=2.0):
+        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_CONNECT_S):
             return True
     except OSError:
         return False
