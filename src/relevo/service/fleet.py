@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from relevo.core.breaker import Breaker, BreakerState, FaultKind, Transition
+from relevo.core.errors import RelevoError
 from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
 from relevo.core.ledger import Lease, LeaseState, Ledger, Reading
 from relevo.devices import process_memory
@@ -22,15 +23,15 @@ from relevo.replicas.death import Death
 from relevo.replicas.process import Identity, ProcessLimits
 from relevo.replicas.replica import Replica, ReplicaNotServing
 from relevo.service.dispatcher import Dispatcher
+from relevo.service.identity import Identities
 from relevo.service.metrics import Metrics
 from relevo.service.records import log_failure
-from relevo.service.routes import Route
+from relevo.service.routes import Route, ServedModel
 
 _log = logging.getLogger("relevo.fleet")
 
 RETRY_LEASE_S = 1.0
 BREAKER_FACT = "breaker:"
-ANSWER_FACT = "answer:"
 CPU_OOM_SCORE = 800
 """The kernel shall rather kill a CPU worker than a neighbour."""
 
@@ -91,6 +92,7 @@ class Berth:
     """A route's place in the fleet."""
 
     route: Route
+    model: ServedModel
     held: HeldDevice
     footprint: Footprint
     first: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,12 +113,14 @@ class Fleet:
         metrics: Metrics,
         tasks: asyncio.TaskGroup,
         *,
+        identities: Identities,
         changed: Callable[[], None],
     ) -> None:
         self._journal = journal
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._tasks = tasks
+        self._identities = identities
         self._changed = changed
         self.berths: dict[str, Berth] = {}
         self.devices: dict[str, HeldDevice] = {}
@@ -197,24 +201,23 @@ class Fleet:
                 berth.held.ledger.settle(berth.life.lease, observed)
         self._metrics.worker_up.labels(replica.model, replica.route).set(1)
         self._changed()
-        if self._answer_changed(berth, ready.probe_tokens):
-            return
+        berth.known_answer = berth.known_answer or ready.probe_tokens
+        self._tasks.create_task(self._identify(berth, ready), name=f"identity of {replica.name}")
         if berth.held.breaker.state is BreakerState.CLOSED:
             self._dispatcher.pump(berth.route)
         else:
             self._tasks.create_task(self._earn_trust(berth), name=f"probes of {replica.name}")
 
-    def _answer_changed(self, berth: Berth, tokens: list[int]) -> bool:
-        """A worker that answers the fixed probe otherwise than it did before computes something else now."""
-        if berth.known_answer is None:
-            berth.known_answer = tokens
-        if tokens == berth.known_answer:
-            return False
-        berth.route.replica.kill(
-            "The answer to the fixed probe is not the one given before: the device or its driver changed.",
-            FaultKind.DEVICE_CHANGED,
-        )
-        return True
+    async def _identify(self, berth: Berth, ready: Ready) -> None:
+        """Fingerprint it. A worker that computes otherwise than it did before is not used."""
+        replica = berth.route.replica
+        try:
+            objection = await self._identities.identify(berth.model, berth.route, ready, berth.held.device.description)
+        except RelevoError as e:
+            _log.warning("%s could not be fingerprinted: %s", replica.name, e.message)
+            return
+        if objection is not None and replica.ready is ready:
+            replica.kill(objection, FaultKind.DEVICE_CHANGED)
 
     async def _earn_trust(self, berth: Berth) -> None:
         """Numbered probes, one at a time, until the breaker closes or the worker is gone."""

@@ -32,6 +32,7 @@ from relevo.replicas.replica import Replica, ReplicaSettings
 from relevo.replicas.text import TextProcess
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, Footprint, HeldDevice
+from relevo.service.identity import Identities
 from relevo.service.metrics import Metrics
 from relevo.service.paths import Paths
 from relevo.service.records import log_failure
@@ -102,7 +103,9 @@ class _Builder:
         dispatcher = Dispatcher(
             journal, metrics, clock=time.monotonic, wall=time.time, retention_s=config.journal.retention_s, plan=board
         )
-        fleet = Fleet(journal, dispatcher, metrics, tasks, changed=board.touch)
+        self._tasks = tasks
+        self._identities = Identities(journal, paths.state)
+        fleet = Fleet(journal, dispatcher, metrics, tasks, identities=self._identities, changed=board.touch)
         board.fleet = fleet
         service = RelevoService(config, models, dispatcher, journal, board, metrics)
         self.house = House(config, journal, metrics, models, dispatcher, fleet, board, service)
@@ -153,6 +156,7 @@ class _Builder:
         )
         model = ServedModel(name, config, header, text, created=path.stat().st_mtime)
         self.house.models[name] = model
+        self._identities.learn(model, self._tasks)
         forecast = Forecast()
         shape = shape_of(header)
         cpu_plan = self._cpu_plan(name, config, path)
@@ -228,7 +232,7 @@ class _Builder:
         )
         model.routes[plan.route] = route
         self.house.dispatcher.routes[model.name, plan.route] = route
-        fleet.berths[route.replica.name] = Berth(route, held, footprint)
+        fleet.berths[route.replica.name] = Berth(route, model, held, footprint)
 
     def _order_starts(self, model: ServedModel) -> None:
         """The CPU twin is warm before the accelerator is asked for anything."""

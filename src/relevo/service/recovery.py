@@ -9,6 +9,7 @@ import msgspec
 from relevo.core.described import named
 from relevo.core.events import Ask, Delta, Ended, Sampling
 from relevo.core.request import TERMINAL, RequestState
+from relevo.journal import EndAttempt, Journal
 from relevo.journal.records import RequestRecord
 from relevo.service.views import resumable_error
 from relevo.service.work import Work
@@ -23,18 +24,33 @@ class StoredAsk(msgspec.Struct, frozen=True):
     sampling: Sampling
     outputs: list[int]
 
+    @classmethod
+    def of(cls, work: Work) -> StoredAsk:
+        """What must be kept of a new request."""
+        return cls(ask=work.ask, sampling=work.sampling, outputs=[c.max_output_tokens for c in work.choices])
 
-def work_from_record(record: RequestRecord) -> Work | None:
+    def encoded(self) -> bytes:
+        """As the journal keeps it."""
+        return msgspec.msgpack.encode(self)
+
+
+async def restore(journal: Journal, record: RequestRecord) -> Work | None:
     """A request as the journal knows it; None when its payload was removed. An ended one carries its whole answer."""
-    summary = record.summary
-    if record.ask is None or record.prompt_tokens is None:
+    stored = record.ask
+    if record.payload_path is not None:
+        stored = await journal.load_body(record.payload_path)
+    if not stored or record.prompt_tokens is None:
         return None
-    stored = msgspec.msgpack.decode(record.ask, type=StoredAsk)
+    return _work_of(record, msgspec.msgpack.decode(stored, type=StoredAsk), record.prompt_tokens)
+
+
+def _work_of(record: RequestRecord, stored: StoredAsk, prompt_tokens: list[int]) -> Work:
+    summary = record.summary
     work = Work(
         summary.id,
         stored.ask,
         created=summary.created,
-        prompt_tokens=record.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         sampling=stored.sampling,
         outputs=stored.outputs,
     )
@@ -86,3 +102,19 @@ def _restore_checkpoints(work: Work, record: RequestRecord) -> None:
         work.error = resumable_error(work, f"{work.reason} What was delivered so far is kept.")
         work.events.append(Ended(state="resumable", usage=work.usage, relevo={}, reason=work.reason, error=work.error))
     work.durable_events = len(work.events)
+
+
+def cut_off_attempts(record: RequestRecord, at: float) -> list[EndAttempt]:
+    """The ends of attempts that a crash cut off, so that the next attempt is not taken for a second one beside them."""
+    return [
+        EndAttempt(
+            id=record.summary.id,
+            attempt=a.attempt,
+            outcome="lost",
+            at=at,
+            code="gateway",
+            message="Relevo ended in the middle of this attempt.",
+        )
+        for a in record.attempts
+        if a.ended is None
+    ]

@@ -21,7 +21,7 @@ from relevo.journal import Journal, WorkerGone
 from relevo.replicas.process import Identity, kill_leftover
 from relevo.service.house import House, build_house
 from relevo.service.paths import Paths
-from relevo.service.recovery import work_from_record
+from relevo.service.recovery import cut_off_attempts, restore
 
 _log = logging.getLogger("relevo.run")
 
@@ -137,7 +137,10 @@ async def _recover(house: House, journal: Journal) -> int:
     """Everything the journal holds open is in memory again: queued to be done, or resting as resumable."""
     recovered = 0
     for record in await journal.open_requests():
-        work = work_from_record(record)
+        cut_off = cut_off_attempts(record, time.time())
+        if cut_off:
+            await journal.commit(*cut_off)
+        work = await restore(journal, record)
         if work is None or work.ask.model not in house.models:
             _log.error("%s cannot go on: its payload or its model %r is gone", record.summary.id, record.summary.model)
             await house.dispatcher.end_unservable(record)

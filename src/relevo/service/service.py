@@ -26,10 +26,11 @@ from relevo.core.errors import (
 from relevo.core.events import Ask, ServiceEvent, Waiting
 from relevo.core.request import RequestState, new_request_id
 from relevo.journal import AcceptRequest, Journal
+from relevo.journal.bodies import LARGE_BYTES
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.intake import effective_sampling, prompt_tokens_of, wanted_outputs
 from relevo.service.metrics import Metrics
-from relevo.service.recovery import StoredAsk, work_from_record
+from relevo.service.recovery import StoredAsk, restore
 from relevo.service.routes import ServedModel
 from relevo.service.status import StatusBoard
 from relevo.service.ticket import WorkTicket
@@ -40,6 +41,9 @@ _log = logging.getLogger("relevo.service")
 
 RETRY_WINDOW_S = 600.0
 """How long a client's automatic retry of the same body finds the first try: the official client's own time-out."""
+
+INDEXED = 4096
+"""Keys and digests that are found without asking the journal."""
 
 
 class RelevoService:
@@ -127,7 +131,11 @@ class RelevoService:
             work = self._dispatcher.works.get(self._by_key.get((ask.owner, key), ""))
         if work is None:
             record = await self._journal.find_by_key(ask.owner, key)
-            work = work_from_record(record) if record is not None else None
+            work = await restore(self._journal, record) if record is not None else None
+            if record is not None and work is None:
+                raise Conflict(
+                    "The result under this Idempotency-Key was removed after the retention time. Use a new key."
+                )
         if work is not None and work.ask.body_digest != ask.body_digest:
             raise IdempotencyMismatch(
                 "This Idempotency-Key was used with another request body. Use a new key for a new request.",
@@ -140,7 +148,7 @@ class RelevoService:
         if work is None:
             since = time.time() - RETRY_WINDOW_S
             record = await self._journal.find_recent_by_digest(ask.owner, ask.body_digest, since)
-            work = work_from_record(record) if record is not None else None
+            work = await restore(self._journal, record) if record is not None else None
         if work is None or work.created < time.time() - RETRY_WINDOW_S:
             return None
         # What was cancelled (the client left) or failed is tried anew; everything else is found again.
@@ -154,10 +162,7 @@ class RelevoService:
 
     async def _accept(self, model: ServedModel, ask: Ask) -> Work:
         prompt = await prompt_tokens_of(ask, model.text)
-        verdict = self._board.decide(model, ask, len(prompt), wanted_outputs(ask, model.config))
-        if isinstance(verdict, Reject):
-            self._metrics.refusals.labels(model.name, verdict.error.code).inc()
-            raise verdict.error
+        verdict = self._decide(model, ask, prompt)
         now = time.time()
         work = Work(
             new_request_id(secrets.token_bytes(16)),
@@ -168,15 +173,33 @@ class RelevoService:
             outputs=verdict.outputs,
         )
         self._note_verdict(work, verdict)
-        await self._record(work, verdict)
+        stored = StoredAsk.of(work).encoded()
+        if len(stored) <= LARGE_BYTES:
+            await self._record(work, verdict, stored, None)
+            return work
+        # The file must be synced before its row; meanwhile the figures may have changed, so the verdict is taken anew.
+        path = await self._journal.store_body(work.request_id, stored)
+        verdict = self._decide(model, ask, prompt)
+        self._note_verdict(work, verdict)
+        await self._record(work, verdict, b"", path)
         return work
+
+    def _decide(self, model: ServedModel, ask: Ask, prompt: list[int]) -> Admit | Delay | Redirect:
+        """Admission's verdict; a refusal is raised."""
+        verdict = self._board.decide(model, ask, len(prompt), wanted_outputs(ask, model.config))
+        if isinstance(verdict, Reject):
+            self._metrics.refusals.labels(model.name, verdict.error.code).inc()
+            raise verdict.error
+        return verdict
 
     def _note_verdict(self, work: Work, verdict: Admit | Delay | Redirect) -> None:
         work.standby = self._board.standby_view(verdict.standby)
         if isinstance(verdict, Redirect):
             work.degraded_reason = verdict.reason
 
-    async def _record(self, work: Work, verdict: Admit | Delay | Redirect) -> None:
+    async def _record(
+        self, work: Work, verdict: Admit | Delay | Redirect, stored: bytes, payload_path: str | None
+    ) -> None:
         """Queue it and start it while its acceptance is being synced; nothing leaves before that is done."""
         ask = work.ask
         lane_s = self._models[ask.model].routes[verdict.route].lane_config.deadline_s
@@ -194,9 +217,8 @@ class RelevoService:
                 created=work.created,
                 body_digest=ask.body_digest,
                 kept=ask.kept,
-                ask=msgspec.msgpack.encode(
-                    StoredAsk(ask=ask, sampling=work.sampling, outputs=[c.max_output_tokens for c in work.choices])
-                ),
+                ask=stored,
+                payload_path=payload_path,
                 prompt_tokens=work.prompt_tokens,
                 seed=work.sampling.seed,
                 standby=msgspec.json.encode(work.standby),
@@ -218,11 +240,11 @@ class RelevoService:
         self.index(work)
 
     def index(self, work: Work) -> None:
-        """Let a repetition of this request find it."""
+        """Let a repetition of this request find it in memory; the journal finds what is older."""
         if work.ask.idempotency_key is not None:
-            self._by_key[work.ask.owner, work.ask.idempotency_key] = work.request_id
+            remember(self._by_key, (work.ask.owner, work.ask.idempotency_key), work.request_id)
         if work.ask.body_digest:
-            self._by_digest[work.ask.owner, work.ask.body_digest] = work.request_id
+            remember(self._by_digest, (work.ask.owner, work.ask.body_digest), work.request_id)
 
     # ------------------------------------------------------------------ tickets
 
@@ -373,7 +395,7 @@ class RelevoService:
         work = await self._own_work(owner, request_id)
         if work is None:
             record = await self._journal.get(request_id)
-            work = work_from_record(record) if record is not None else None
+            work = await restore(self._journal, record) if record is not None else None
             if work is None:
                 raise RequestNotFound("The request's payload was removed after the retention time.")
         number = after
@@ -391,3 +413,11 @@ class RelevoService:
                 seen = now
                 yield now
             await self._board.changed()
+
+
+def remember(index: dict[tuple[str, str], str], key: tuple[str, str], request_id: str) -> None:
+    """Note the newest request under a key, and forget the oldest entry beyond the bound."""
+    index.pop(key, None)
+    index[key] = request_id
+    if len(index) > INDEXED:
+        del index[next(iter(index))]
