@@ -21,7 +21,7 @@ class _Frame(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 # ---------------------------------------------------------------- to a llama worker
 
 
-class StartModel(_Frame):
+class StartModel(_Frame, frozen=True):
     """First frame: load this model, prove it can compute, then answer Ready or StartFailed."""
 
     model: str
@@ -68,7 +68,7 @@ class ChoiceStart(msgspec.Struct, frozen=True, omit_defaults=True):
     delivered_bytes: int = 0  # of text the client already has; the fold emits only past it
 
 
-class Submit(_Frame):
+class Submit(_Frame, frozen=True):
     """Run this attempt. Prompt tokens were counted at acceptance and are never computed again."""
 
     request_id: str
@@ -81,28 +81,28 @@ class Submit(_Frame):
     ignore_eos: bool = False
 
 
-class Cancel(_Frame):
+class Cancel(_Frame, frozen=True):
     """Stop this attempt at the end of the step. Answered by AttemptEnded."""
 
     request_id: str
     attempt: int
 
 
-class Probe(_Frame):
+class Probe(_Frame, frozen=True):
     """A small real inference: greedy tokens after a fixed prompt. Answered by ProbeAnswer with the same number."""
 
     number: int
     tokens: int = 4
 
 
-class Shutdown(_Frame):
+class Shutdown(_Frame, frozen=True):
     """End all attempts (as cancelled), free the model, exit 0."""
 
 
 # -------------------------------------------------------------- from a llama worker
 
 
-class Ready(_Frame):
+class Ready(_Frame, frozen=True):
     """The model is loaded and a real inference ran. Sizes are the engine's own buffer lines."""
 
     pid: int
@@ -122,7 +122,7 @@ class Ready(_Frame):
     output_bytes: int | None = None
 
 
-class StartFailed(_Frame):
+class StartFailed(_Frame, frozen=True):
     """The worker could not become ready. `code` is one of: library, layout, model_file, allocation, device, probe, internal."""
 
     code: str
@@ -156,13 +156,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob] | None = None
 
 
-class Step(_Frame):
+class Step(_Frame, frozen=True):
     """Everything one engine step produced, one frame a step."""
 
     pieces: list[Piece]
 
 
-class Prefilled(_Frame):
+class Prefilled(_Frame, frozen=True):
     """Progress of an attempt's prompt, sent when a chunk was read."""
 
     request_id: str
@@ -171,7 +171,7 @@ class Prefilled(_Frame):
     total_tokens: int
 
 
-class AttemptEnded(_Frame):
+class AttemptEnded(_Frame, frozen=True):
     """The attempt holds nothing any more. `outcome`: completed | cancelled | failed (then `code` and `message`).
 
     Codes: invalid (our bug or the caller's: out of range), no_cells, engine, nan (logits not finite).
@@ -186,7 +186,7 @@ class AttemptEnded(_Frame):
     decode_ms: float = 0.0
 
 
-class Heartbeat(_Frame):
+class Heartbeat(_Frame, frozen=True):
     """Sent every 250 ms by a thread that native code cannot block."""
 
     steps: int
@@ -195,7 +195,7 @@ class Heartbeat(_Frame):
     rss_bytes: int
 
 
-class ProbeAnswer(_Frame):
+class ProbeAnswer(_Frame, frozen=True):
     """The answer to Probe `number`. `ok` is False when logits were not finite or decode failed."""
 
     number: int
@@ -212,7 +212,7 @@ FromWorker = Ready | StartFailed | Step | Prefilled | AttemptEnded | Heartbeat |
 # ------------------------------------------------------------------ text process
 
 
-class StartText(_Frame):
+class StartText(_Frame, frozen=True):
     """First frame to a text process: load vocabulary and template of this model."""
 
     model: str
@@ -222,7 +222,7 @@ class StartText(_Frame):
     folder: str | None = None  # private folder for answers larger than a frame; without it they are refused
 
 
-class Render(_Frame):
+class Render(_Frame, frozen=True):
     """Render a chat with the model's template and count its tokens. `messages` and `tools` are as the client sent them."""
 
     call: int
@@ -232,7 +232,7 @@ class Render(_Frame):
     payload_path: str | None = None  # the whole record is in this file (models/payload.py): it exceeds a frame
 
 
-class Tokenize(_Frame):
+class Tokenize(_Frame, frozen=True):
     """Count plain text. `special`: special tokens written out in the text are recognised."""
 
     call: int
@@ -242,7 +242,7 @@ class Tokenize(_Frame):
     payload_path: str | None = None  # as in Render
 
 
-class TextReady(_Frame):
+class TextReady(_Frame, frozen=True):
     """The text process can render and count."""
 
     pid: int
@@ -253,7 +253,7 @@ class TextReady(_Frame):
     tokenizer_digest: str | None = None
 
 
-class Rendered(_Frame):
+class Rendered(_Frame, frozen=True):
     """The answer to Render or Tokenize."""
 
     call: int
@@ -262,7 +262,7 @@ class Rendered(_Frame):
     payload_path: str | None = None  # the whole record is in this file, which the reader deletes
 
 
-class TextRefused(_Frame):
+class TextRefused(_Frame, frozen=True):
     """The text process could not do it. `code`: invalid | template | timeout | too_large."""
 
     call: int
