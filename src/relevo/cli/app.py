@@ -5,6 +5,7 @@ from __future__ import annotations
 import cyclopts
 
 import relevo
+from relevo.cli import connect, doctor, keys, models, requests, serve, status
 
 HELP = """One endpoint for the AI on a home server.
 
@@ -14,19 +15,9 @@ Start with `relevo serve --demo`. Exit codes: 0 done, 1 not done (the reason is 
 `--json` prints facts for programs. Colours are left out where the output is not a terminal or NO_COLOR is set.
 """
 
-_COMMANDS = (
-    ("serve", "relevo.cli.serve:serve", "Run the service."),
-    ("doctor", "relevo.cli.doctor:doctor", "Check every link of the chain on this machine, each with its fix."),
-    ("status", "relevo.cli.status:status", "Show devices, replicas and lanes of the running service."),
-    ("requests", "relevo.cli.requests:app", "List, show, cancel and resume requests."),
-    ("models", "relevo.cli.models:app", "List the models, or add one of your own."),
-    ("keys", "relevo.cli.keys:app", "Make, list and revoke the keys that open the server."),
-    ("connect", "relevo.cli.connect:connect", "Set up and test the connection from a client."),
-)
-
 
 def build_app() -> cyclopts.App:
-    """The whole command line; a command's own file is imported when it is used."""
+    """The whole command line. The commands' files are light; what they need is imported when they run."""
     app = cyclopts.App(
         name="relevo",
         help=HELP,
@@ -37,6 +28,11 @@ def build_app() -> cyclopts.App:
         print_error=False,
         suppress_keyboard_interrupt=False,
     )
-    for order, (name, target, sentence) in enumerate(_COMMANDS):
-        app.command(target, name=name, help=sentence, sort_key=order)
+    app.command(serve.serve, sort_key=0)
+    app.command(doctor.doctor, sort_key=1)
+    app.command(status.status, sort_key=2)
+    app.command(connect.connect, sort_key=6)
+    for order, group in enumerate((requests.app, models.app, keys.app), 3):
+        group.sort_key = order
+        app.command(group)
     return app
