@@ -44,21 +44,33 @@ from relevo.core.lane import Full, Lane
 from relevo.core.ledger import Lease, LeaseState, Ledger, Reading, Shortfall
 from relevo.core.request import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, advance
 
-QUICK = settings(
-    max_examples=25,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+# How many examples of each machine a commit can afford.
+QUICK = {"LedgerMachine": 50, "LaneMachine": 60, "BreakerMachine": 120, "RequestMachine": 60, "AdmissionMachine": 8}
+
+
+def quick(machine: type[RuleBasedStateMachine]) -> settings:
+    return settings(
+        max_examples=QUICK.get(machine.__name__, 25),
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 THOROUGH = settings(
-    max_examples=3000, stateful_step_count=80, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 
-TOTAL = 1000
-RESERVED = 30
-HEADROOM = 70
+MIB = 1 << 20
+TOTAL = 1000 * MIB
+RESERVED = 30 * MIB
+HEADROOM = 70 * MIB
+
+
+def mebibytes(most: int) -> st.SearchStrategy[int]:
+    return st.integers(0, most).map(lambda n: n * MIB)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -82,7 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
         used = sum(self.use.values()) + self.neighbour
         self.ledger.observe(Reading(TOTAL, TOTAL - RESERVED - used, RESERVED, read_at=self.now))
 
-    @initialize(neighbour=st.integers(0, 400))
+    @initialize(neighbour=mebibytes(400))
     def start(self, neighbour: int) -> None:
         self.neighbour = neighbour
         self.read()
@@ -92,7 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += passed
         self.read()
 
-    @rule(target=held, bytes_=st.integers(0, 700))
+    @rule(target=held, bytes_=mebibytes(700))
     def request(self, bytes_: int) -> Any:
         self.read()
         before, available = self.ledger.leased_bytes, self.ledger.available_bytes
@@ -113,9 +125,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(lease=held, share=st.floats(0, 1))
     def grow(self, lease: Lease | None, share: float) -> None:
-        """A process allocates; never more than it leased."""
+        """A process allocates: never more than it leased, and never more than is left on the card."""
         if lease is not None and lease.number in self.use and lease.state is not LeaseState.DRAINING:
-            self.use[lease.number] = max(self.use[lease.number], int(lease.bytes_ * share))
+            left = TOTAL - RESERVED - sum(self.use.values()) - self.neighbour
+            more = max(0, int(lease.bytes_ * share) - self.use[lease.number])
+            self.use[lease.number] += min(more, left)
             if lease.state is LeaseState.SETTLED:
                 self.ledger.recount(lease, self.use[lease.number])
 
@@ -144,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.release(lease)
         assert self.ledger.leased_bytes == before
 
-    @rule(wanted=st.integers(0, 500))
+    @rule(wanted=mebibytes(500))
     def neighbour_moves(self, wanted: int) -> None:
         free = TOTAL - RESERVED - sum(self.use.values())
         self.neighbour = min(wanted, free)
@@ -247,8 +261,8 @@ class LaneMachine(RuleBasedStateMachine):
     def known(self) -> set[str]:
         return {name for name, _ in self.moved + self.line} | self.runs
 
-    @rule(name=names, wait=st.floats(0.0, 10.0), handed_over=st.booleans())
-    def enter(self, name: str, wait: float, handed_over: bool) -> None:
+    @rule(name=names, wait=st.integers(0, 6), handed_over=st.booleans())
+    def enter(self, name: str, wait: int, handed_over: bool) -> None:
         if name in self.known():
             with pytest.raises(OurBug):
                 self.lane.enter(name, self.now, None, handed_over=handed_over)
@@ -270,8 +284,8 @@ class LaneMachine(RuleBasedStateMachine):
         self.line = [each for each in self.line if each[0] != name]
         self.runs.discard(name)
 
-    @rule(passed=st.floats(0.0, 5.0), fitting=st.sets(names))
-    def start_next(self, passed: float, fitting: set[str]) -> None:
+    @rule(passed=st.integers(0, 3), fitting=st.sets(names) | st.just({f"req_{n}" for n in range(13)}))
+    def start_next(self, passed: int, fitting: set[str]) -> None:
         self.now += passed
         expired = {name for name, deadline in self.moved + self.line if deadline <= self.now}
         self.moved = [each for each in self.moved if each[0] not in expired]
@@ -319,8 +333,8 @@ class BreakerMachine(RuleBasedStateMachine):
             if change.to is BreakerState.OPEN or change.to is BreakerState.CLOSED:
                 self.latest = None
 
-    @rule(passed=st.floats(0.0, 400.0))
-    def time_passes(self, passed: float) -> None:
+    @rule(passed=st.sampled_from([0, 1, 5, 10, 29, 30, 300]))
+    def time_passes(self, passed: int) -> None:
         self.now += passed
 
     @rule(kind=st.sampled_from(FaultKind), source=st.sampled_from(["chat/gpu", "speech/gpu"]))
@@ -596,7 +610,7 @@ MACHINES = [LedgerMachine, CellMachine, LaneMachine, BreakerMachine, RequestMach
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_promises_hold_in_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=QUICK)
+    run_state_machine_as_test(machine, settings=quick(machine))
 
 
 @pytest.mark.proof

@@ -75,6 +75,12 @@ def test_handed_over_work_goes_first_and_is_not_refused_for_those_who_wait() -> 
     assert lane.start_next(4.0, everyone).start == ("x", "y")
 
 
+def test_the_line_does_not_overtake_handed_over_work_that_does_not_fit_yet() -> None:
+    lane = line_of("a", "b")
+    lane.enter("x", 3.0, None, "anna", handed_over=True)
+    assert lane.start_next(4.0, only("a", "b")) == Starts()
+
+
 def test_handed_over_work_has_its_own_bound() -> None:
     lane = Lane("chat/cpu", 1, 1, handover_limit=1)
     lane.enter("x", 0.0, None, "anna", handed_over=True)

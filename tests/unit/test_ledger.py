@@ -141,6 +141,32 @@ def test_memory_of_a_released_lease_that_comes_back_late_is_free_as_soon_as_it_i
     assert ledger.available_bytes == 24 * GIB
 
 
+def test_memory_of_a_released_lease_that_is_not_back_yet_is_not_promised_to_the_next_load() -> None:
+    ledger = card()
+    lease = granted(ledger, 10 * GIB)
+    ledger.settle(lease, 10 * GIB)
+    ledger.observe(reading(24 * GIB, 10 * GIB, at=1.0))
+    ledger.release(lease)
+    assert ledger.available_bytes == 14 * GIB
+    following = granted(ledger, 4 * GIB, now=1.0)
+    assert ledger.available_bytes == 10 * GIB
+    ledger.observe(reading(24 * GIB, 10 * GIB, at=1.1))
+    assert ledger.available_bytes == 10 * GIB
+    ledger.observe(reading(24 * GIB, 4 * GIB, at=1.2))
+    assert ledger.available_bytes == 16 * GIB  # is it the load that is visible, or a rest of what was released?
+    ledger.settle(following, 4 * GIB)
+    assert (ledger.available_bytes, ledger.external_bytes) == (20 * GIB, 0)
+
+
+def test_memory_that_does_not_come_back_in_time_is_a_neighbours() -> None:
+    ledger = card(external_half_life_s=10.0)
+    ledger.release(granted(ledger, 8 * GIB))
+    ledger.observe(reading(24 * GIB, 8 * GIB, at=1.0))
+    ledger.observe(reading(24 * GIB, 8 * GIB, at=7.0))
+    ledger.observe(reading(24 * GIB, 0, at=17.0))
+    assert ledger.external_bytes == 4 * GIB
+
+
 def test_a_draining_lease_counts_until_it_is_released() -> None:
     ledger = card()
     lease = granted(ledger, 20 * GIB)

@@ -47,6 +47,9 @@ UNDER_WAY: Final = frozenset({_S.GRANTED, _S.DRAINING, _S.UNVERIFIED, _S.ORPHAN}
 
 MIB: Final = 1 << 20
 
+RETURNS_WITHIN_S: Final = 5.0
+"""Memory of a released lease that is not back by then is booked as external like anybody's."""
+
 
 class Reading(msgspec.Struct, frozen=True):
     """What a device says of its memory at one moment. Unknown figures are None, with the reason."""
@@ -153,6 +156,7 @@ class Ledger:
         self._external: float = 0.0
         self._external_at: float | None = None  # of the reading it was taken from
         self._returning_bytes = 0  # of released leases, as long as the device may still count it as used
+        self._returning_since: float | None = None  # the first reading after the release
 
     def __repr__(self) -> str:
         total = "unknown" if self.total_bytes is None else str(self.total_bytes)
@@ -174,21 +178,24 @@ class Ledger:
         # Of a lease under way anything between nothing and all may be visible. What exceeds even all of it is foreign.
         possible = sum(lease.counted_bytes for lease in self._leases.values() if lease.state in UNDER_WAY)
         least = max(0, used - held - possible)
-        if self._external_at is None:
-            self._external = float(least)
-        elif possible:
-            self._external = max(self._external, float(least))
-        elif least >= self._external:
-            self._external = float(least)
-        else:
+        if self._external > least:
             # What was ours a moment ago is not a neighbour that may come back: its fall is believed at once.
-            self._external -= min(self._external - least, self._returning_bytes)
+            fallen = min(round(self._external - least), self._returning_bytes)
+            self._external -= fallen
+            self._returning_bytes -= fallen
+        if self._external_at is None or least >= self._external:
+            self._external = float(least)
+        elif not possible:
             passed_s = max(0.0, reading.read_at - self._external_at)
             self._external = least + (self._external - least) * 0.5 ** (passed_s / self._half_life_s)
             if self._external - least < MIB:
                 self._external = float(least)
         self._external_at = reading.read_at
-        self._returning_bytes = min(self._returning_bytes, round(self._external))
+        if self._returning_since is None:
+            self._returning_since = reading.read_at
+        if reading.read_at - self._returning_since > RETURNS_WITHIN_S:
+            self._returning_bytes = 0
+        self._returning_bytes = min(self._returning_bytes, max(0, used - held))
 
     def doubt(self, reason: str, now: float) -> None:
         """A suspend or driver event: no figure is trusted until the device was read and each lease settled again."""
@@ -279,7 +286,9 @@ class Ledger:
             for lease in self._leases.values()
             if lease.state in (_S.SETTLED, _S.DRAINING, _S.ORPHAN)
         )
-        visible = min(granted, max(0, used - others - round(self._external)))
+        # Memory of released leases that the reading still counts belongs to nobody who is loading.
+        foreign = max(round(self._external), self._returning_bytes)
+        visible = min(granted, max(0, used - others - foreign))
         # A settled lease may grow up to what it was granted: that part is free by report, but promised.
         growth = sum(
             lease.counted_bytes - lease.observed_bytes for lease in self._leases.values() if lease.state is _S.SETTLED
@@ -348,6 +357,7 @@ class Ledger:
         """The process is gone and the memory with it. Raises OurBug the second time."""
         self._own(lease)
         self._returning_bytes += lease.counted_bytes
+        self._returning_since = None
         self._move(lease, _S.RELEASED)
         del self._leases[lease.number]
 
