@@ -12,7 +12,7 @@ from relevo.core.draw import uniform
 from relevo.core.events import Sampling
 from relevo.workers.llama.sampler import Leaders, NotFinite, Sampler, log_probabilities, wrong_with
 
-VOCABULARY = 3001  # no multiple of a block
+VOCABULARY = 3001  # no multiple of a block; see also the last test
 
 
 def row(seed: int) -> np.ndarray:
@@ -173,3 +173,20 @@ def test_values_out_of_range_are_named(change):
     sentence = wrong_with(msgspec.structs.replace(Sampling(), **change), VOCABULARY)
     assert sentence is not None
     assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("size", [64, 640, 641, 6400])
+def test_the_leaders_are_the_largest_in_order_whatever_the_size(size):
+    logits = np.round(np.random.default_rng(size).standard_normal(size) * 4).astype(np.float32)  # many ties
+    before = logits.copy()
+    leaders = Leaders(size)
+    leaders.fill(logits)
+    right = sorted(range(size), key=lambda i: (-logits[i], i))
+    for count in (1, 2, 5, 40, size - 1, size, size + 9):
+        ids, values = leaders.best(count)
+        assert ids.tolist() == right[:count]
+        assert values.tolist() == [float(logits[i]) for i in right[:count]]
+    sampler = Sampler(Sampling(logit_bias={3: 2.0}, repeat_penalty=1.5), 0, leaders)
+    sampler.fold([1, 2, 3])
+    sampler.draw(logits, 0)
+    assert (logits == before).all(), "the engine's own row is never changed"

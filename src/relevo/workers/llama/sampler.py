@@ -59,43 +59,61 @@ def wrong_with(sampling: Sampling, vocabulary_tokens: int) -> str | None:
 
 
 class Leaders:
-    """A row of logits from which the largest are taken in order. One for all rows of a worker: `fill` reuses it."""
+    """A row of logits from which the largest are taken in order. One for all rows of a worker: `fill` reuses it.
+
+    Block j holds the logits j, j + stride, j + 2 * stride ...: the maxima are then whole-row operations.
+    """
 
     def __init__(self, vocabulary_tokens: int) -> None:
         self._size = vocabulary_tokens
-        blocks = -(-vocabulary_tokens // _BLOCK)
-        self._padded = np.full(blocks * _BLOCK, -np.inf, np.float32)
-        self.row: npt.NDArray[np.float32] = self._padded[:vocabulary_tokens]
-        self._blocks = self._padded.reshape(blocks, _BLOCK)
-        self._maxima = np.zeros(blocks, np.float32)
+        self._stride = -(-vocabulary_tokens // _BLOCK)
+        self._padded = np.full(self._stride * _BLOCK, -np.inf, np.float32)
+        self._own: npt.NDArray[np.float32] = self._padded[:vocabulary_tokens]
+        self._maxima = np.zeros(self._stride, np.float32)
+        self._borrows = vocabulary_tokens % _BLOCK == 0
+        self.row: npt.NDArray[np.float32] = self._own
+        self._blocks = self._padded.reshape(_BLOCK, self._stride)
         self.largest = 0.0
 
     def fill(self, logits: Floats) -> None:
-        """Take over a row. Raises NotFinite for NaN, for +inf, and when everything is -inf."""
-        np.copyto(self.row, logits)
-        self.measure()
+        """Look at this row until the next `fill`. Raises NotFinite for NaN, for +inf, and when everything is -inf."""
+        if self._borrows:
+            self.row = logits
+            self._blocks = logits.reshape(_BLOCK, self._stride)
+            self.measure()
+        else:
+            np.copyto(self._own, logits)
+            self.measure()
+
+    def own(self) -> npt.NDArray[np.float32]:
+        """The row as a copy that may be changed; call `measure` afterwards."""
+        if self.row is not self._own:
+            np.copyto(self._own, self.row)
+            self.row = self._own
+            self._blocks = self._padded.reshape(_BLOCK, self._stride)
+        return self._own
 
     def measure(self) -> None:
-        """Find the maxima, again after `row` was changed. Raises NotFinite."""
-        np.max(self._blocks, axis=1, out=self._maxima)
+        """Find the maxima, again after the row was changed. Raises NotFinite."""
+        np.max(self._blocks, axis=0, out=self._maxima)
         self.largest = float(self._maxima.max())  # NaN wins every maximum
         if not math.isfinite(self.largest):
             raise NotFinite
 
     def best(self, count: int) -> tuple[Ids, npt.NDArray[np.float64]]:
         """Ids and logits of the `count` largest: logit descending, then id ascending."""
-        if count >= len(self._maxima) // 2:
+        if count >= self._stride // 2:
             if count >= self._size:
                 return self._sorted(np.arange(self._size), count)
             bound = np.partition(self.row, self._size - count)[self._size - count]
             return self._sorted(np.flatnonzero(self.row >= bound), count)
-        return self.above(float(np.partition(self._maxima, len(self._maxima) - count)[-count]), count)
+        return self.above(float(np.partition(self._maxima, self._stride - count)[-count]), count)
 
     def above(self, bound: float, count: int | None = None) -> tuple[Ids, npt.NDArray[np.float64]]:
         """Ids and logits of at most `count` that are at least `bound`, in the same order."""
-        blocks = np.flatnonzero(self._maxima >= bound)
-        inside = np.flatnonzero(self._blocks[blocks].ravel() >= bound)
-        return self._sorted(blocks[inside // _BLOCK] * _BLOCK + inside % _BLOCK, count)
+        columns = np.flatnonzero(self._maxima >= bound)
+        lines, found = np.nonzero(self._blocks[:, columns] >= bound)
+        return self._sorted(lines * self._stride + columns[found], count)  # line by line: ids ascend
 
     def _sorted(self, ids: Ids, count: int | None) -> tuple[Ids, npt.NDArray[np.float64]]:
         logits = self.row[ids].astype(np.float64)
@@ -156,7 +174,7 @@ class Sampler:
 
     def _adjust(self) -> None:
         """Logit bias, then penalties, as llama.cpp computes them (in 32 bits)."""
-        row = self._leaders.row
+        row = self._leaders.own()
         if self._bias_ids.size:
             row[self._bias_ids] += self._bias
         if self._counts:
