@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from relevo.api.operator import OperatorKey
 from relevo.core.errors import BadRequest, Conflict, NotFound, StartupError
 
 log = structlog.get_logger(__name__)
@@ -49,6 +50,8 @@ class KeyRing:
 
     def __init__(self, path: Path | None) -> None:
         """`path` None: no keys at all. Raises StartupError where the file cannot be read or is damaged."""
+        self.operator: OperatorKey | None = None
+        """Set by the service that runs on this state folder."""
         self._path = path
         self._keys: dict[str, Key] = {}
         self._seen: tuple[int, int, int] | None = None

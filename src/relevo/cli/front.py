@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from relevo.api.app import create_app
 from relevo.api.keys import KeyRing
+from relevo.api.operator import OperatorKey
 from relevo.api.server import HttpServer, bind
 from relevo.cli.running import local_url
 from relevo.service.run import Front
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def open_front(config: Config, paths: Paths) -> Front:
     """Bind the address. Raises StartupError: taken, not this machine's, or open to the network without a key."""
     keys = KeyRing(paths.keys)
+    keys.operator = OperatorKey(paths.state)
     sock = bind(config.server.host, config.server.port, keys)
     host, port = sock.getsockname()[:2]
     servers: list[HttpServer] = []

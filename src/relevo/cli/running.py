@@ -118,6 +118,10 @@ def running(place: ServicePlace, *, timeout_s: float = _TIMEOUT_S) -> Iterator[S
 
     found = find_url(place)
     key = place.key or os.environ.get(KEY_VARIABLE)
+    if key is None and found.announced:
+        from relevo.api.operator import read_operator_key
+
+        key = read_operator_key(place.paths().state)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     # no proxy from the environment: it would be asked for an address of this house
     with httpx2.Client(

@@ -123,7 +123,10 @@ class Ready(_Frame, frozen=True):
 
 
 class StartFailed(_Frame, frozen=True):
-    """The worker could not become ready. `code` is one of: library, layout, model_file, allocation, device, probe, internal."""
+    """The worker could not become ready.
+
+    `code`: library, layout, model_file, allocation, device, probe or internal.
+    """
 
     code: str
     message: str
@@ -223,7 +226,7 @@ class StartText(_Frame, frozen=True):
 
 
 class Render(_Frame, frozen=True):
-    """Render a chat with the model's template and count its tokens. `messages` and `tools` are as the client sent them."""
+    """Render a chat with the model's template and count its tokens. `messages` and `tools` are as the client sent."""
 
     call: int
     messages: list[Any]

@@ -274,7 +274,7 @@ def open_device(name: str, described: DeviceConfig, facts: EngineFacts, librarie
     if not cards:
         raise DeviceError(
             f"Device {name}: the engine's libraries see no accelerator here. `relevo doctor` shows what is missing. "
-            "Without a card, serve from the CPU: leave `device` out of the model."
+            'Without a card, serve from the CPU alone: write device = "" in the model.'
         )
     card = cards[0]
     if card.name.startswith("CUDA"):

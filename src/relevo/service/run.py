@@ -275,3 +275,4 @@ def configure_logging(level: str = "INFO") -> None:
         )
     )
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
