@@ -272,10 +272,10 @@ def load_native(libraries: Path, cpu_variant: str | None = None, gpu: bool = Fal
 def find_library(folder: Path, name: str) -> Path:
     """The shared library called `name` in this folder, under any of the names builds give it.
 
-    "llama" is found as libllama.so, libllama.v0.5.0.so, libllama.so.0, libllama.0.dylib, llama.dll.
+    "llama" is found as libllama.so, libllama.vulkan.v0.5.0.so, libllama.so.0, libllama.0.dylib, llama.dll.
     Raises LibraryError.
     """
-    shape = re.compile(rf"(?:lib)?{re.escape(name)}(?:\.v?\d[\d.]*)?\.(?:so(?:\.\d+)*|dylib|dll)")
+    shape = re.compile(rf"(?:lib)?{re.escape(name)}(?:\.[a-z]+)?(?:\.v?\d[\d.]*)?\.(?:so(?:\.\d+)*|dylib|dll)")
     try:
         found = sorted((p for p in folder.iterdir() if shape.fullmatch(p.name)), key=lambda p: (len(p.name), p.name))
     except OSError as e:
