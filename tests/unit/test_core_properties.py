@@ -116,6 +116,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return None
         self.use[answer.number] = 0
         assert self.ledger.leased_bytes == before + bytes_
+        if bytes_ == 0:
+            return answer  # holds nothing, so it may be had even where a neighbour took what was promised
         # The promise itself: what is leased, what the driver keeps and the headroom fit on the card. While no load is
         # under way the neighbour is known, too.
         assert self.ledger.leased_bytes <= TOTAL - RESERVED - HEADROOM
