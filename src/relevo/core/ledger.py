@@ -1,7 +1,7 @@
 """Who holds how much of a device's memory, and what a further lease could still take.
 
 Two views are kept apart and the smaller wins: what the device reports, and what its leases have been
-promised. Formulas: docs/design.md, "The GPU is never over-promised".
+promised. Formulas: docs/design.md, "Admission".
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def new_request_id(random_bytes: bytes) -> str:
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the docs; a test compares the docs with it."""
+    """The table as a Mermaid state diagram, for the docs."""
     lines = ["stateDiagram-v2", "    [*] --> accepted: the acceptance is durable"]
     for old, moves in TRANSITIONS.items():
         lines += [f"    {old} --> {new}: {CAUSES[old, new]}" for new in RequestState if new in moves]
