@@ -15,6 +15,7 @@ import pytest
 from relevo.api.app import all_routes
 from relevo.api.front import Front
 from relevo.api.keys import KeyRing
+from relevo.api.operator import OperatorKey, read_operator_key
 from relevo.api.route import Access, GuardedRoute
 from relevo.api.server import bind
 from relevo.api.sse import Pace
@@ -27,6 +28,7 @@ from tests.integration.fakes.fake_service import FakeService, completed, plain_a
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 LIMITS = LimitsConfig(body_bytes=200_000, body_timeout_s=0.6)
 OPEN = {"/health", "/ready"}
+OPERATOR = {"/relevo/v1/devices/{name}/probe"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,10 @@ def house():
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory):
-    with open_house(keys=tmp_path_factory.mktemp("state") / "keys.json") as opened:
+    state = tmp_path_factory.mktemp("state")
+    with open_house(keys=state / "keys.json") as opened:
+        opened.keys.operator = OperatorKey(state)
+        opened.operator = read_operator_key(state)  # type: ignore[attr-defined]
         opened.mine = opened.keys.create("mine")[1]  # type: ignore[attr-defined]
         opened.others = opened.keys.create("others")[1]  # type: ignore[attr-defined]
         opened.revoked = opened.keys.create("revoked")[1]  # type: ignore[attr-defined]
@@ -55,7 +60,7 @@ def table() -> list[tuple[str, str]]:
 
 
 def address(path: str, request_id: str) -> str:
-    return path.replace("{id:path}", "demo").replace("{id}", request_id)
+    return path.replace("{id:path}", "demo").replace("{id}", request_id).replace("{name}", "gpu0")
 
 
 def refused(answer: tuple[int, dict[str, str], bytes], status: int, code: str | None = None) -> dict[str, Any]:
@@ -75,7 +80,8 @@ def refused(answer: tuple[int, dict[str, str], bytes], status: int, code: str | 
 
 def test_only_the_health_checks_are_open():
     assert {route.path for route in routes() if route.access is Access.OPEN} == OPEN
-    assert len(table()) == len(set(table())) == 15
+    assert {route.path for route in routes() if route.access is Access.OPERATOR} == OPERATOR
+    assert len(table()) == len(set(table())) == 16
 
 
 def locked_request(locked: House) -> str:
@@ -105,6 +111,9 @@ def test_every_route_knows_whom_it_serves(locked: House, method: str, path: str)
         if "{id}" in path:
             refused(other, 404, "request_not_found")
         right = locked.ask(method, here, body, authorization=f"Bearer {locked.mine}")  # type: ignore[attr-defined]
+        if path in OPERATOR:
+            refused(right, 403, "operator_only")
+            right = locked.ask(method, here, body, authorization=f"Bearer {locked.operator}")  # type: ignore[attr-defined]
         assert right[0] == (409 if path.endswith("/resume") else 200), right
     for wrong in {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"} - {method}:
         error = locked.ask(wrong, here, b"", authorization=f"Bearer {locked.mine}")  # type: ignore[attr-defined]

@@ -49,6 +49,7 @@ class ControlRoutes:
             GuardedRoute("POST", one + "/cancel", self.cancel, access=key, keys=keys),
             GuardedRoute("POST", one + "/resume", self.resume, access=key, keys=keys),
             GuardedRoute("GET", one + "/events", self.request_events, access=key, keys=keys),
+            GuardedRoute("POST", _BASE + "/devices/{name}/probe", self.probe_device, access=Access.OPERATOR, keys=keys),
         ]
 
     async def status(self, call: Call) -> None:
@@ -112,6 +113,11 @@ class ControlRoutes:
             answer_body = whole(request_id, ticket.created, model, collected, ended)
             record = await front.service.get_request(call.sees, request_id)
             await call.reply_json({**record, "answer": msgspec.Raw(answer_body)}, headers=relevo_headers(ended.relevo))
+
+    async def probe_device(self, call: Call) -> None:
+        """Try a device again now. For the operator."""
+        await read_object(call, self._front.config.limits, empty=True)
+        await call.reply_json(self._front.service.probe_device(str(call.path_params["name"])))
 
     async def request_events(self, call: Call) -> None:
         """A request's events with their numbers; `Last-Event-ID` goes on after the one named."""

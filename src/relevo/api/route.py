@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from relevo.api.auth import identify
 from relevo.api.call import Call
 from relevo.api.keys import KeyRing
-from relevo.core.errors import MethodNotAllowed
+from relevo.core.errors import MethodNotAllowed, OperatorOnly
 
 CALL = "relevo.call"
 Handler = Callable[[Call], Awaitable[None]]
@@ -24,6 +24,8 @@ class Access(enum.Enum):
     """Anybody who can reach the port: health checks, which say nothing about anyone's requests."""
     KEY = "key"
     """Holders of a key, once there are keys."""
+    OPERATOR = "operator"
+    """Whoever runs Relevo, once there are keys: no client's key is enough."""
 
 
 class GuardedRoute(Route):
@@ -49,4 +51,6 @@ class GuardedRoute(Route):
     async def _run_checked(self, scope: Scope, _receive: Receive, _send: Send) -> None:
         call: Call = scope[CALL]
         identify(call, self._keys, needs_key=self.access is not Access.OPEN)
+        if self.access is Access.OPERATOR and call.sees is not None:
+            raise OperatorOnly
         await self._handler(call)

@@ -70,6 +70,15 @@ class Unauthorized(RelevoError):
     retry = False
 
 
+class OperatorOnly(RelevoError):
+    """Only the operator may do this: use the command on this machine, as the user who runs Relevo."""
+
+    status = 403
+    type = "authentication_error"
+    code = "operator_only"
+    retry = False
+
+
 class HostNotAllowed(RelevoError):
     """This host name is not on the allow-list. Add it under `server.allowed_hosts` in the configuration."""
 
@@ -101,6 +110,12 @@ class ModelNotFound(NotFound):
     """No model has this name here."""
 
     code = "model_not_found"
+
+
+class DeviceNotFound(NotFound):
+    """No device has this name here."""
+
+    code = "device_not_found"
 
 
 class RequestNotFound(NotFound):

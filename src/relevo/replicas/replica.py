@@ -135,7 +135,7 @@ class Replica:
         self._events = events
         self._settings = settings or ReplicaSettings()
         self._backoff = self._settings.new_backoff(
-            f"When its cause is mended, start it again with `relevo devices open {device}`."
+            f"When its cause is mended, start it again with `relevo devices probe {device}`."
         )
         self._state = ReplicaState.STOPPED
         self._number = 0

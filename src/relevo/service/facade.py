@@ -95,6 +95,13 @@ class Service(Protocol):
         """
         ...
 
+    def probe_device(self, name: str) -> dict[str, Any]:
+        """Try a device again now: ends back-offs and give-ups of its workers, and asks its breaker for a probe.
+
+        Returns its status. Raises DeviceNotFound.
+        """
+        ...
+
     def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         """A status object at once, then one on each change (at most a few a second)."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from relevo.core.breaker import Breaker, BreakerState, FaultKind, Transition
-from relevo.core.errors import RelevoError
+from relevo.core.errors import DeviceNotFound, RelevoError
 from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
 from relevo.core.ledger import Lease, LeaseState, Ledger, Reading
 from relevo.devices import process_memory
@@ -299,6 +299,18 @@ class Fleet:
         berth.route.waiting_reason = sentence
         for holder in berth.route.lane.waiting_holders:
             self._dispatcher.reconsider(self._dispatcher.works[holder], berth.route)
+        self._changed()
+
+    def try_again(self, name: str) -> None:
+        """A person says that the cause is mended: start what gave up, and probe now. Raises DeviceNotFound."""
+        held = self.devices.get(name)
+        if held is None:
+            raise DeviceNotFound(f"No device is called {name!r} here. Known: {', '.join(self.devices)}.")
+        held.breaker.probe_soon(time.monotonic())
+        for berth in self.berths.values():
+            if berth.held is held and berth.route.replica.ready is None:
+                berth.route.waiting_reason = None
+                berth.route.replica.resume()
         self._changed()
 
     # ------------------------------------------------------------ breaker

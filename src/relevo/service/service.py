@@ -386,6 +386,11 @@ class RelevoService:
         start -= self._dispatcher.resume(work, verdict.route)
         return self._ticket(work, replayed=True, start=max(0, start))
 
+    def probe_device(self, name: str) -> dict[str, Any]:
+        """See facade.Service.probe_device."""
+        self._board.fleet.try_again(name)
+        return next(device for device in self.status()["devices"] if device["name"] == name)
+
     # ------------------------------------------------------------------ watching
 
     async def request_events(

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from relevo.core.errors import Conflict, RelevoError, RequestNotFound
+from relevo.core.errors import Conflict, DeviceNotFound, RelevoError, RequestNotFound
 from relevo.core.events import Ask, Delta, Ended, Routed, ServiceEvent, TokenLogprob, Usage, Waiting
 
 Step = ServiceEvent | float | asyncio.Event | Exception
@@ -203,6 +203,11 @@ class FakeService:
                 yield number, event
         if self.refusal is not None:
             raise self.refusal
+
+    def probe_device(self, name: str) -> dict[str, Any]:
+        if name != "gpu0":
+            raise DeviceNotFound(f"No device is called {name!r} here.")
+        return {"name": name}
 
     async def watch_status(self) -> AsyncIterator[dict[str, Any]]:
         self.watchers += 1
