@@ -62,8 +62,21 @@ class House:
     def start(self, *, both_routes: bool = True) -> House:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "relevo", "serve", "--port", str(self.port), "--state", str(self.state), *self.arguments],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                [
+                    sys.executable,
+                    "-m",
+                    "relevo",
+                    "serve",
+                    "--port",
+                    str(self.port),
+                    "--state",
+                    str(self.state),
+                    *self.arguments,
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         wait_for("the service to be ready", lambda: self.up(both_routes), START_TIMEOUT_S, 0.05)
         return self
@@ -94,7 +107,13 @@ class House:
         return list(answer["data"] if isinstance(answer, dict) else answer)
 
     def wait_state(self, request_id: str, *states: str, timeout_s: float = 30.0) -> dict[str, Any]:
-        return dict(wait_for(f"{request_id} to be {states}", lambda: (r := self.record(request_id))["state"] in states and r, timeout_s))
+        return dict(
+            wait_for(
+                f"{request_id} to be {states}",
+                lambda: (r := self.record(request_id))["state"] in states and r,
+                timeout_s,
+            )
+        )
 
     def worker_pids(self) -> list[int]:
         """Every process below the service."""
@@ -128,7 +147,7 @@ class House:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the service did not stop:\n{self.log.read_text()[-3000:]}") from None
-        gone, alive = psutil.wait_procs([p for pid in workers if (p := process_of(pid))], timeout=5)
+        _, alive = psutil.wait_procs([p for pid in workers if (p := process_of(pid))], timeout=5)
         assert not alive, f"orphans: {alive}"
         return code
 
@@ -154,9 +173,14 @@ def all_accounted(house: House, ids: list[str], timeout_s: float = 40.0) -> dict
 
 def assert_idle(house: House) -> None:
     """Nothing runs, nothing waits, no cell is leased."""
+
     def idle() -> bool:
         status = house.status()
-        return all(lane["queued"] == 0 and lane["running"] == 0 and lane.get("cells_leased", 0) == 0 for lane in status["lanes"])
+        return all(
+            lane["queued"] == 0 and lane["running"] == 0 and lane.get("cells_leased", 0) == 0
+            for lane in status["lanes"]
+        )
+
     wait_for("every lane to be idle", idle, 10.0)
 
 

@@ -19,15 +19,22 @@ MODEL = "smollm2-135m"
 
 def body(tokens: int = 200, **more: object) -> dict[str, object]:
     return {
-        "model": MODEL, "messages": [{"role": "user", "content": "Tell me a long story about a lighthouse."}],
-        "max_tokens": tokens, "ignore_eos": True, "temperature": 0, **more,
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me a long story about a lighthouse."}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        **more,
     }
 
 
-def ask_in_thread(house: House, pool: concurrent.futures.Executor, tokens: int = 200) -> concurrent.futures.Future[httpx2.Response]:
+def ask_in_thread(
+    house: House, pool: concurrent.futures.Executor, tokens: int = 200
+) -> concurrent.futures.Future[httpx2.Response]:
     def call() -> httpx2.Response:
         with httpx2.Client(base_url=house.url, timeout=90) as http:
             return http.post("/v1/chat/completions", json=body(tokens))
+
     return pool.submit(call)
 
 
@@ -68,7 +75,9 @@ def test_a_stream_that_delivered_output_becomes_resumable_and_is_resumed(build) 
     error = json.loads(rest[-1])["error"]
     assert error["code"] == "resumable" and error["checkpoint"] and error["resume"]
     request_id = answer.headers["x-request-id"]
-    text = "".join(c["choices"][0]["delta"].get("content", "") for c in [*seen, *map(json.loads, rest[:-1])] if c.get("choices"))
+    text = "".join(
+        c["choices"][0]["delta"].get("content", "") for c in [*seen, *map(json.loads, rest[:-1])] if c.get("choices")
+    )
     record = house.record(request_id)
     assert record["state"] == "resumable"
     assert record["result"]["choices"][0]["text"].startswith(text)
@@ -88,7 +97,9 @@ def test_a_stopped_worker_is_fenced_and_its_work_goes_on_elsewhere(build) -> Non
         pid = house.kill_worker("gpu", signal.SIGSTOP)
         response = answer.result(60)
     assert response.status_code == 200 and response.headers["x-relevo-route"] == "cpu"
-    wait_for("the stopped worker to be gone", lambda: (p := process_of(pid)) is None or p.status() == psutil.STATUS_ZOMBIE)
+    wait_for(
+        "the stopped worker to be gone", lambda: (p := process_of(pid)) is None or p.status() == psutil.STATUS_ZOMBIE
+    )
     wait_for("the GPU worker to come back", lambda: house.replica("gpu")["state"] == "serving")
 
 
@@ -162,7 +173,10 @@ def test_gateway_and_workers_killed_together_lose_nothing(build) -> None:
 
 def test_a_client_that_leaves_frees_its_place_at_once(build) -> None:
     house: House = build().start()
-    with httpx2.Client(base_url=house.url, timeout=60) as http, http.stream("POST", "/v1/chat/completions", json=body(2000, stream=True)) as answer:
+    with (
+        httpx2.Client(base_url=house.url, timeout=60) as http,
+        http.stream("POST", "/v1/chat/completions", json=body(2000, stream=True)) as answer,
+    ):
         lines = stream_lines(answer)
         next(lines), next(lines)
         request_id = answer.headers["x-request-id"]
@@ -176,7 +190,9 @@ def test_a_queued_client_that_leaves_never_runs(build) -> None:
         busy = [ask_in_thread(house, pool, 120) for _ in range(8)]
         wait_for("the slots to be taken", lambda: len(house.records(state="running", limit="50")) >= 8)
         with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{house.url}/v1/chat/completions", json=body(120), headers={"x-relevo-policy": "gpu-only"}, timeout=0.3)
+            httpx2.post(
+                f"{house.url}/v1/chat/completions", json=body(120), headers={"x-relevo-policy": "gpu-only"}, timeout=0.3
+            )
         left = wait_for("the ninth to be cancelled", lambda: house.records(state="cancelled"), 5)
         assert all(house.record(left[0]["id"])["attempts"] == 0 for _ in range(1))
         assert all(b.result(90).status_code == 200 for b in busy)
@@ -192,7 +208,9 @@ def test_cancel_ends_a_running_request_within_a_step(build) -> None:
         response = answer.result(10)
     assert response.status_code == 409 and response.json()["error"]["code"] == "cancelled"
     assert time.monotonic() - began < 2
-    assert house.http.post(f"/relevo/v1/requests/{request_id}/cancel").status_code == 200, "cancelling twice is harmless"
+    assert house.http.post(f"/relevo/v1/requests/{request_id}/cancel").status_code == 200, (
+        "cancelling twice is harmless"
+    )
     assert_idle(house)
 
 
@@ -200,5 +218,3 @@ def test_a_clean_stop_leaves_no_process_and_ends_with_zero(build) -> None:
     house: House = build().start()
     assert house.worker_pids()
     assert house.stop() == 0
-
-

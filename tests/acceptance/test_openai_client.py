@@ -15,7 +15,9 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in
 
 
 def test_a_chat_is_answered_with_the_route_in_headers_and_body(house: House) -> None:
-    raw = house.client.chat.completions.with_raw_response.create(model=MODEL, messages=CAPITAL, temperature=0, max_tokens=24)
+    raw = house.client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=CAPITAL, temperature=0, max_tokens=24
+    )
     answer = raw.parse()
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
@@ -24,7 +26,10 @@ def test_a_chat_is_answered_with_the_route_in_headers_and_body(house: House) -> 
     assert raw.headers["x-relevo-standby"] == "cpu"
     relevo = answer.model_extra["relevo"]
     assert relevo["request_id"] == raw.headers["x-request-id"]
-    assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert (
+        answer.usage is not None
+        and answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    )
 
 
 def test_a_stream_gives_the_same_text_as_a_plain_answer(house: House) -> None:
@@ -44,16 +49,24 @@ def test_a_stream_gives_the_same_text_as_a_plain_answer(house: House) -> None:
 def test_the_same_seed_draws_the_same_text_and_another_seed_another(house: House) -> None:
     def story(seed: int) -> str:
         answer = house.client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Tell me a short story."}],
-            temperature=1.0, top_p=0.95, seed=seed, max_tokens=24, extra_body={"top_k": 50, "min_p": 0.02},
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me a short story."}],
+            temperature=1.0,
+            top_p=0.95,
+            seed=seed,
+            max_tokens=24,
+            extra_body={"top_k": 50, "min_p": 0.02},
         )
         return answer.choices[0].message.content or ""
+
     assert story(7) == story(7)
     assert story(7) != story(8)
 
 
 def test_a_stop_string_ends_the_text_before_it(house: House) -> None:
-    answer = house.client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=0, max_tokens=24, stop=["Paris"])
+    answer = house.client.chat.completions.create(
+        model=MODEL, messages=CAPITAL, temperature=0, max_tokens=24, stop=["Paris"]
+    )
     assert answer.choices[0].message.content is not None and "Paris" not in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
 
@@ -66,7 +79,12 @@ def test_max_completion_tokens_ends_with_length(house: House) -> None:
 
 def test_n_answers_differ_and_are_counted_together(house: House) -> None:
     answer = house.client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Name something."}], n=8, max_tokens=8, temperature=1.5, seed=1
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name something."}],
+        n=8,
+        max_tokens=8,
+        temperature=1.5,
+        seed=1,
     )
     assert [c.index for c in answer.choices] == list(range(8))
     assert len({c.message.content for c in answer.choices}) > 1
@@ -95,7 +113,9 @@ def test_a_logit_bias_of_minus_100_bans_a_token(house: House) -> None:
 
 
 def test_a_plain_completion_continues_the_text(house: House) -> None:
-    answer = house.client.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=6)
+    answer = house.client.completions.create(
+        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=6
+    )
     assert "Paris" in answer.choices[0].text
 
 
@@ -127,6 +147,7 @@ def test_twenty_requests_at_once_are_all_answered(house: House) -> None:
             model=MODEL, messages=[{"role": "user", "content": f"Count from {i}."}], max_tokens=8, seed=i
         )
         return answer.choices[0].finish_reason
+
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         assert all(f in ("stop", "length") for f in pool.map(one, range(20)))
 
