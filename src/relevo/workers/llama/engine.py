@@ -79,16 +79,18 @@ class Engine:
         except ValueError as e:
             self._refuse(submit, "invalid", str(e))
             return
-        if (lack := self._lack(submit)) is not None:
+        ended = [piece for run in runs if (piece := run.ended_before()) is not None]
+        live = len(runs) - len(ended)
+        if live and (lack := self._lack(submit, live)) is not None:
             self._refuse(submit, "no_cells", lack)
             return
-        attempt = Attempt(submit, runs, 0 if self._model.strict else cells_needed(submit), time.monotonic())
+        cells = cells_needed(submit) if live and not self._model.strict else 0
+        attempt = Attempt(submit, runs, cells, time.monotonic())
         self._attempts[attempt.key] = attempt
         self._free_cells -= attempt.cells
-        ended = [piece for run in runs if (piece := run.ended_before()) is not None]
         if ended:
             self._emit(Step(ended))
-        if attempt.ended:
+        if not live:
             self._end(attempt, "completed")
             return
         for run in runs:
@@ -235,10 +237,10 @@ class Engine:
 
     # --------------------------------------------------------------------- ends
 
-    def _lack(self, submit: Submit) -> str | None:
-        """What this attempt would need beyond what is free: one sentence, or None."""
-        if len(submit.choices) > len(self._free_sequences):
-            return f"{len(submit.choices)} slots are needed and {len(self._free_sequences)} are free."
+    def _lack(self, submit: Submit, live: int) -> str | None:
+        """What this attempt, with so many choices not ended yet, needs beyond what is free: a sentence, or None."""
+        if live > len(self._free_sequences):
+            return f"{live} slots are needed and {len(self._free_sequences)} are free."
         if self._model.strict:
             need = len(submit.prompt_tokens) + max(c.max_output_tokens for c in submit.choices)
             free = self._model.cells

@@ -1,0 +1,155 @@
+"""The binding proves the library before it trusts it; vocabularies; what a folder of libraries sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from relevo.core.errors import LibraryError, ModelFileError
+from relevo.workers.llama import native as binding
+from relevo.workers.llama.native import LayoutMismatch, NativeLog, cpu_variants, find_library, load_native
+from relevo.workers.llama.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def native(libraries):
+    return load_native(libraries, backends=False)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(native, demo_model):
+    vocabulary = Vocabulary.load(native, demo_model)
+    yield vocabulary
+    vocabulary.close()
+    vocabulary.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "libllama.so",
+        "libllama.v0.5.0.so",
+        "libllama.vulkan.v0.5.0.so",
+        "libllama.so.0.5.0",
+        "libllama.0.dylib",
+        "llama.dll",
+    ],
+)
+def test_a_library_is_found_under_any_name_builds_give_it(tmp_path, name):
+    for other in ("libllama-common.so", "libggml-llama.so", "libllama.txt", "llama-addon.node"):
+        (tmp_path / other).touch()
+    with pytest.raises(LibraryError, match="There is no llama library"):
+        find_library(tmp_path, "llama")
+    (tmp_path / name).touch()
+    assert find_library(tmp_path, "llama") == tmp_path / name
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(LibraryError, match="cannot be read"):
+        find_library(tmp_path / "none", "llama")
+
+
+def test_the_release_is_told(native):
+    assert native.engine.startswith("llama.cpp v0.5.0 (ggml 0.25.")
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [("MODEL_DEFAULTS", "n_gpu_layers"), ("CONTEXT_DEFAULTS", "yarn_ext_factor"), ("CONTEXT_DEFAULTS", "kv_unified")],
+)
+def test_a_library_with_another_layout_is_refused_in_one_sentence(native, monkeypatch, table, field):
+    monkeypatch.setitem(getattr(binding, table), field, 77)
+    with pytest.raises(LayoutMismatch, match=f"parameter {field} is .* where release v0.5.0 has 77"):
+        binding._prove_defaults(native.ffi, native.call)
+
+
+def test_another_release_is_refused(native, monkeypatch):
+    monkeypatch.setattr(binding, "RELEASE", "0.6.0")
+    with pytest.raises(LayoutMismatch, match=r"Relevo needs llama.cpp 0\.6\.0"):
+        binding._prove_versions(native.ffi, native.call)
+
+
+def test_every_declared_default_is_compared(native):
+    for made, table in (
+        (native.call.llama_model_default_params(), binding.MODEL_DEFAULTS),
+        (native.call.llama_context_default_params(), binding.CONTEXT_DEFAULTS),
+    ):
+        assert [name for name, _ in native.ffi.typeof(made).fields] == list(table)
+
+
+def test_cpu_libraries_are_scored_best_first(libraries):
+    variants = cpu_variants(libraries)
+    scores = [v.score for v in variants]
+    assert scores == sorted(scores, reverse=True)
+    assert {"haswell", "x64"} <= {v.name for v in variants}
+
+
+def test_text_goes_to_tokens_and_back(vocabulary):
+    text = "Grüße, 世界! 🙂 <|im_end|>"
+    tokens = vocabulary.tokenize(text)
+    assert b"".join(vocabulary.piece(token) for token in tokens).decode() == text
+    special = vocabulary.tokenize(text, parse_special=True)
+    assert special[-1] == vocabulary.eos == 2
+    assert vocabulary.piece(2) == b""
+    assert vocabulary.piece(2, special=True) == b"<|im_end|>"
+    assert vocabulary.tokenize("") == []
+
+
+def test_a_vocabulary_knows_its_ends_and_its_metadata(vocabulary):
+    assert vocabulary.n_vocab == 49152
+    assert vocabulary.n_ctx_train == 8192
+    assert 2 in vocabulary.eog_tokens()
+    assert all(vocabulary.is_eog(token) for token in vocabulary.eog_tokens())
+    assert vocabulary.bos == 1
+    assert vocabulary.meta("general.architecture") == "llama"
+    assert vocabulary.meta("no.such.key") is None
+    assert "im_start" in vocabulary.chat_template
+
+
+@pytest.mark.parametrize("token", [-1, 49152, 1 << 40])
+def test_tokens_out_of_range_never_reach_native_code(vocabulary, token):
+    with pytest.raises(ValueError, match="There is no token"):
+        vocabulary.piece(token)
+    with pytest.raises(ValueError, match="There is no token"):
+        vocabulary.is_eog(token)
+
+
+def test_a_file_without_a_vocabulary_is_refused(native, tmp_path):
+    with pytest.raises(ModelFileError, match="There is no model file"):
+        Vocabulary.load(native, tmp_path / "none.gguf")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        Vocabulary.load(native, broken)
+
+
+def test_the_log_adds_up_buffer_lines_and_joins_fragments(capsys):
+    log = NativeLog()
+    log.add(2, "load_tensors:   CPU_Mapped model buffer size =    92.10 MiB\nload_tensors:      Vulkan0 model")
+    log.add(5, " buffer size =     8.00 MiB\n")
+    log.add(4, "it broke\n")
+    assert log.buffer_bytes("model") == round(100.10 * (1 << 20))
+    assert log.buffer_bytes("model", "Vulkan0") == 8 << 20
+    assert log.buffer_bytes("KV") is None
+    assert list(log.errors) == ["it broke"]
+    assert capsys.readouterr().err == "it broke\n"
+
+
+def test_inspect_prints_devices_versions_and_the_chosen_cpu_library(libraries):
+    command = [sys.executable, "-m", "relevo.workers.llama.inspect", "--libraries", str(libraries)]
+    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, check=True).stdout)
+    assert found["engine"].startswith("llama.cpp v0.5.0")
+    assert found["cpu_library"] == found["cpu_variants"][0]["file"]
+    cpu = next(d for d in found["devices"] if d["kind"] == "cpu")
+    assert cpu["memory_total_bytes"] >= cpu["memory_free_bytes"] > 0
+    assert b"CPU library" in subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def test_inspect_says_what_is_wrong_with_a_folder(tmp_path):
+    command = [sys.executable, "-m", "relevo.workers.llama.inspect", "--libraries", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["code"] == "library"
