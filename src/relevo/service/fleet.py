@@ -31,6 +31,7 @@ from relevo.service.routes import Route, ServedModel
 _log = logging.getLogger("relevo.fleet")
 
 RETRY_LEASE_S = 1.0
+LOADING_S = 0.05
 BREAKER_FACT = "breaker:"
 CPU_OOM_SCORE = 800
 """The kernel shall rather kill a CPU worker than a neighbour."""
@@ -102,6 +103,11 @@ class Berth:
     known_answer: list[int] | None = None
     probing: bool = False
 
+    @property
+    def loading(self) -> bool:
+        """Whether a worker of it holds a lease and is not ready yet."""
+        return self.life is not None and self.route.replica.ready is None
+
 
 class Fleet:
     """Implements replicas.ReplicaEvents for every llama worker."""
@@ -138,7 +144,7 @@ class Fleet:
             berth.route.waiting_reason = f"It starts after {berth.waits_for.route.replica.name}."
             await berth.waits_for.first.wait()
         while True:
-            pause_s = self._breaker_pause(berth)
+            pause_s = self._pause_s(berth)
             if pause_s is None:
                 lease = berth.held.ledger.request(replica.name, berth.footprint.lease_bytes, time.monotonic())
                 if isinstance(lease, Lease):
@@ -154,8 +160,10 @@ class Fleet:
             oom_score_adj=CPU_OOM_SCORE if berth.route.name == "cpu" else None,
         )
 
-    def _breaker_pause(self, berth: Berth) -> float | None:
-        """Seconds to wait for the breaker; None when a start may be tried now."""
+    def _pause_s(self, berth: Berth) -> float | None:
+        """Seconds to wait for the breaker, or for a neighbour's load; None when a start may be tried now."""
+        if any(other.loading for other in self.berths.values() if other.held is berth.held):
+            return LOADING_S  # two loads at once could not be told apart in what the device reports
         breaker = berth.held.breaker
         now = time.monotonic()
         if breaker.allow_work(now) or breaker.state is BreakerState.HALF_OPEN:

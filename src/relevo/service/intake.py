@@ -45,6 +45,11 @@ def wanted_outputs(ask: Ask, model: ModelConfig) -> tuple[int, ...]:
     return (limit,) * ask.n
 
 
+def handover_wish(ask: Ask, model: ModelConfig) -> str:
+    """How a handover of a started answer is to be handled: as the client says, else as the operator configured."""
+    return model.handover if ask.handover == "auto" else ask.handover
+
+
 def check_tokens(tokens: list[int], text: TextReady, param: str) -> None:
     """Token ids a client sent by itself. Raises BadRequest with the range."""
     if not tokens:

@@ -20,6 +20,7 @@ from relevo.core.request import RequestState
 from relevo.journal import Journal, WorkerGone
 from relevo.replicas.process import Identity, kill_leftover
 from relevo.service.house import House, build_house
+from relevo.service.intake import handover_wish
 from relevo.service.paths import Paths
 from relevo.service.recovery import cut_off_attempts, restore
 
@@ -145,6 +146,7 @@ async def _recover(house: House, journal: Journal) -> int:
             _log.error("%s cannot go on: its payload or its model %r is gone", record.summary.id, record.summary.model)
             await house.dispatcher.end_unservable(record)
             continue
+        work.wish = handover_wish(work.ask, house.models[work.ask.model].config)
         house.dispatcher.adopt(work)
         house.service.index(work)
         recovered += 1

@@ -28,7 +28,7 @@ from relevo.core.request import RequestState, new_request_id
 from relevo.journal import AcceptRequest, Journal
 from relevo.journal.bodies import LARGE_BYTES
 from relevo.service.dispatcher import Dispatcher
-from relevo.service.intake import effective_sampling, prompt_tokens_of, wanted_outputs
+from relevo.service.intake import effective_sampling, handover_wish, prompt_tokens_of, wanted_outputs
 from relevo.service.metrics import Metrics
 from relevo.service.recovery import StoredAsk, restore
 from relevo.service.routes import ServedModel
@@ -172,6 +172,7 @@ class RelevoService:
             sampling=effective_sampling(ask, model.config.sampling, secrets.randbits),
             outputs=verdict.outputs,
         )
+        work.wish = handover_wish(ask, model.config)
         self._note_verdict(work, verdict)
         stored = StoredAsk.of(work).encoded()
         if len(stored) <= LARGE_BYTES:
