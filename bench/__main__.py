@@ -1,0 +1,41 @@
+"""`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER]`: measurements, printed as Markdown.
+
+Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults. None named: all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+from bench.figures import Report, machine
+
+CASES = ("latency", "gateway", "accepts", "journal", "faults", "engine", "pause")
+
+
+def main() -> None:
+    """Run what was named."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=f"of: {' '.join(CASES)}")
+    parser.add_argument("--quick", action="store_true", help="few repeats of small work: to see that it runs")
+    parser.add_argument("--json", type=Path, help="also append every measurement to this file, a JSON line each")
+    parser.add_argument("--litellm", type=Path, help="a virtual environment with litellm[proxy], to measure it too")
+    arguments = parser.parse_args()
+    report = Report(arguments.json)
+    began = time.monotonic()
+    report.say("# Benchmarks" + (" (quick: not for quoting)" if arguments.quick else "") + "\n")
+    for line in machine():
+        report.say(line)
+    for name in CASES:
+        if arguments.cases and name not in arguments.cases:
+            continue
+        case = importlib.import_module(f"bench.cases.{name}")
+        more = {"litellm": arguments.litellm} if name in ("gateway", "faults") else {}
+        case.run(report, quick=arguments.quick, **more)
+    report.say(f"\nAll of it took {time.monotonic() - began:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
