@@ -219,7 +219,7 @@ def test_a_start_that_fails_tells_its_last_words_backs_off_gives_up_and_resumes(
         replica = make_replica(house, {"die": {"when": "load", "code": 7, "says": says}}, backoff=backoff)
         async with running(replica):
             _, sentence = await house.until("given_up")
-            assert "relevo devices open gpu0" in sentence and "the moon is in the wrong house" in sentence
+            assert "relevo devices probe gpu0" in sentence and "the moon is in the wrong house" in sentence
             assert replica.state is ReplicaState.GIVEN_UP
             assert house.count("lost") == house.count("gone") == 3 and house.count("ready") == 0
             death = replica.last_death

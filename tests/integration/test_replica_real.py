@@ -105,7 +105,7 @@ def test_a_real_worker_that_may_not_have_the_memory_says_so(libraries: Path, dem
             _, sentence = await house.until("given_up", timeout_s=30)
             _, _, death = await house.until("lost")
             assert death.kind == "allocation", death
-            assert "relevo devices open host" in sentence
+            assert "relevo devices probe host" in sentence
 
     uvloop.run(scenario())
 
