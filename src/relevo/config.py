@@ -208,7 +208,7 @@ def check_config(config: Config, source: str) -> None:
             known = ", ".join(config.devices) or "none"
             raise ConfigError(
                 f"{source}: models.{name}.device is {model.device!r}, but no [devices.{model.device}] is described "
-                f"(known: {known}). Describe it, or write `device = \"\"` for CPU only."
+                f'(known: {known}). Describe it, or write `device = ""` for CPU only.'
             )
         if model.kv_type != "f16" and not model.flash_attention:
             raise ConfigError(f"{source}: models.{name}.kv_type {model.kv_type} needs flash_attention = true.")

@@ -68,7 +68,7 @@ def test_what_is_too_large_is_refused_with_the_numbers_and_the_holders() -> None
     assert isinstance(refused, Shortfall)
     assert (refused.need_bytes, refused.available_bytes) == (5 * GIB, 4 * GIB)
     assert [(h.holder, h.bytes_, h.state) for h in refused.holders] == [("chat/gpu", 20 * GIB, "granted")]
-    assert refused.reason == f"speech/gpu needs {5 * GIB} bytes of gpu0, and {4 * GIB} are available."
+    assert refused.reason == "speech/gpu needs 5.0 GiB of gpu0; 4.0 GiB is free to lease."
     assert len(ledger.leases) == 1
 
 

@@ -8,12 +8,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from relevo.core.units import size_text
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 _PIPE_COLUMNS = 200  # of a table that goes into a file or another program, where nothing wraps
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _MOST_VALUE = 60
 
 
@@ -65,12 +66,7 @@ def plain(text: str) -> str:
 
 def bytes_text(count: Any) -> str:
     """A size in binary units, for people; JSON has the bytes."""
-    if not isinstance(count, int | float):
-        return "unknown"
-    for size, unit in _UNITS:
-        if abs(count) >= size:
-            return f"{count / size:.{0 if count >= 100 * size else 1}f} {unit}"
-    return f"{int(count)} B"
+    return size_text(int(count)) if isinstance(count, int | float) else "unknown"
 
 
 def duration_text(seconds: Any) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 from relevo.core.described import Described, move
 from relevo.core.errors import OurBug
+from relevo.core.units import size_text
 
 
 class LeaseState(Described):
@@ -311,7 +312,8 @@ class Ledger:
                 need_bytes=bytes_,
                 available_bytes=available,
                 holders=self._holdings(),
-                reason=reason or f"{holder} needs {bytes_} bytes of {self.device}, and {available} are available.",
+                reason=reason
+                or f"{holder} needs {size_text(bytes_)} of {self.device}; {size_text(available)} is free to lease.",
             )
         lease = Lease(self._next_number, self.device, holder, bytes_, now)
         self._next_number += 1

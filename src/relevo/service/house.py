@@ -45,7 +45,9 @@ HOST = "host"
 ENGINE_ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The engine then numbers NVIDIA cards as the driver's management library does."""
 PROCESS_BYTES = 512 * 2**20
-"""Private memory of a worker besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
+"""Bound on a worker's private memory besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
+RESERVED_BYTES = 128 * 2**20
+"""What a worker reserves beyond what is resident; an emulated accelerator counts it. Seen: 30 MiB beyond the plan."""
 
 
 @dataclass(slots=True)
@@ -299,7 +301,7 @@ def footprint_on(held: HeldDevice, shape: ModelShape, plan: StartModel) -> Footp
     """What a worker takes on its accelerator. Emulated: all of its private memory, as the kernel counts it."""
     if held.emulated:
         on_host = footprint_on_host(shape, plan)
-        return Footprint(on_host.lease_bytes + PROCESS_BYTES, None)
+        return Footprint(on_host.lease_bytes + RESERVED_BYTES, None)
     learned = DEVICE_START.get(str(held.device.kind), DEVICE_START["vulkan"])
     device, _ = model_demand(shape, load_options(plan, on_device=True, learned=learned))
     unknown = (device.weights_bytes or 0) // 4 if device.total_bytes is None else 0
