@@ -2,8 +2,8 @@
 
     fast_worker.py [--first-ms M] [--gap-ms M] --fd FD
 
-One frame a step, with a piece for every running attempt, as the real worker sends them. For measuring what stands
-around a worker; never part of Relevo.
+One frame a step, with a piece for every running attempt, as the real worker sends them: whoever comes while others
+run joins the next step. For measuring what stands around a worker; never part of Relevo.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Running:
     """An attempt and how far it is."""
 
     submit: Submit
-    due: float
     position: int = 0
 
 
@@ -56,6 +55,7 @@ class FastWorker:
         self._running: dict[tuple[str, int], Running] = {}
         self._steps = 0
         self._beat_due = 0.0
+        self._step_due = 0.0
 
     def load(self) -> None:
         """Say at once that the model is loaded."""
@@ -75,12 +75,15 @@ class FastWorker:
             if now >= self._beat_due:
                 self._beat_due = now + HEARTBEAT_S
                 self._wire.send(Heartbeat(self._steps, 0.0, len(self._running), 50_000_000))
-            due = min((r.due for r in self._running.values()), default=self._beat_due)
-            wait_s = max(0.0, min(due, self._beat_due) - now)
+            due = min(self._step_due, self._beat_due) if self._running else self._beat_due
+            wait_s = max(0.0, due - now)
             while select.select([self._socket], [], [], wait_s)[0]:
                 self._obey()
                 wait_s = 0.0
-            self._step(time.monotonic())
+            now = time.monotonic()
+            if self._running and now >= self._step_due:
+                self._step_due = now + self._gap_s
+                self._step()
 
     def _obey(self) -> None:
         order = self._wire.receive(ToWorker)
@@ -88,27 +91,24 @@ class FastWorker:
             os._exit(0)
         if isinstance(order, Submit):
             key = (order.request_id, order.attempt)
-            self._running[key] = Running(order, time.monotonic() + self._first_s)
+            if not self._running:
+                self._step_due = time.monotonic() + self._first_s
+            self._running[key] = Running(order)
         elif isinstance(order, Cancel):
             if self._running.pop((order.request_id, order.attempt), None) is not None:
                 self._wire.send(AttemptEnded(order.request_id, order.attempt, "cancelled"))
         elif isinstance(order, Probe):
             self._wire.send(ProbeAnswer(order.number, True, [1, 2, 3, 4][: order.tokens], 1.0))
 
-    def _step(self, now: float) -> None:
+    def _step(self) -> None:
         pieces, ended = [], []
         for key, run in self._running.items():
-            if run.due > now:
-                continue
             run.position += 1
             last = run.position >= run.submit.choices[0].max_output_tokens
             text = f" word{run.position}"
             pieces.append(Piece(*key, 0, run.position, [run.position], text, "length" if last else None))
-            run.due = now + self._gap_s
             if last:
                 ended.append(key)
-        if not pieces:
-            return
         self._steps += 1
         self._wire.send(Step(pieces))
         for key in ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -49,25 +50,29 @@ class WorkTicket:
 
     async def events(self) -> AsyncIterator[ServiceEvent]:
         """Everything in order, until and including Ended. See facade.Ticket."""
-        work = self._work
+        work, loop = self._work, asyncio.get_running_loop()
+        events, stream = work.events, work.ask.stream
         while True:
             # A restart truncates events that nobody was given, so our place may lie past the end.
-            self._next = min(self._next, len(work.events))
-            if self._next < len(work.events) and work.may_leave(self._next):
-                event = work.events[self._next]
+            self._next = min(self._next, len(events))
+            if self._next < len(events) and work.may_leave(self._next):
+                event = events[self._next]
                 self._next += 1
-                if isinstance(event, Delta) and work.ask.stream:
-                    work.delivered = True
-                last = isinstance(event, Ended) and self._next == len(work.events)
+                if type(event) is Delta:  # almost every one
+                    if stream:
+                        work.delivered = True
+                    yield event
+                    continue
+                last = isinstance(event, Ended) and self._next == len(events)
                 if last:
                     self._depart()
                 yield event
                 if last:
                     return
                 continue
-            await work.changed()
+            await work.changed(loop)
             # The service wakes queued work every now and then, so that the caller hears where it stands.
-            if self._next >= len(work.events) and work.state in (RequestState.ACCEPTED, RequestState.QUEUED):
+            if self._next >= len(events) and work.state in (RequestState.ACCEPTED, RequestState.QUEUED):
                 waiting = self._waiting(work)
                 if waiting is not None:
                     yield waiting

@@ -39,7 +39,7 @@ class Choice:
         self.tokens.extend(piece.tokens)
         if piece.text:
             self.text.append(piece.text)
-            self.text_bytes += len(piece.text.encode())
+            self.text_bytes += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
         if piece.logprobs:
             self.logprobs.extend(piece.logprobs)
         if piece.finish is not None:
@@ -139,7 +139,8 @@ class Work:
         self.durable_events = 0  # of a kept request: how many events may leave
         self.checkpointed_tokens = 0
         self.checkpoint_pending = False
-        self._listeners: set[asyncio.Future[None]] = set()
+        self._kept = ask.kept
+        self._listeners: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         route = f" on {self.route}" if self.route else ""
@@ -161,6 +162,8 @@ class Work:
     @property
     def output_tokens(self) -> int:
         """Tokens of all choices."""
+        if len(self.choices) == 1:  # asked for at every step
+            return len(self.choices[0].tokens)
         return sum(len(c.tokens) for c in self.choices)
 
     @property
@@ -204,24 +207,28 @@ class Work:
     def wake(self) -> None:
         """Let listeners look again."""
         if self._listeners:
-            listeners, self._listeners = self._listeners, set()
+            listeners, self._listeners = self._listeners, []
             for future in listeners:
-                if not future.done():
+                if not future.done():  # else whoever waited was cancelled
                     future.set_result(None)
 
-    async def changed(self) -> None:
-        """Wait until something changed. A bare future: this is awaited for every streamed token."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._listeners.add(future)
-        try:
-            await future
-        finally:
-            self._listeners.discard(future)
+    def changed(self, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Future[None]:
+        """To be awaited: done when something changed. A bare future, because every streamed token makes one.
+
+        `loop` None: the running one. Who waits often looks it up once (that takes a system call).
+        """
+        future: asyncio.Future[None] = (loop or asyncio.get_running_loop()).create_future()
+        self._listeners.append(future)
+        return future
 
     def may_leave(self, index: int) -> bool:
         """Whether event `index` is as durable as the contract asks."""
+        gate = self.first_output_gate
+        recorded = gate is None or gate.done()
+        if recorded and not self._kept:  # almost always
+            return True
         if isinstance(self.events[index], Routed):
             return True
-        if self.ask.kept and not isinstance(self.events[index], Ended):
+        if self._kept and not isinstance(self.events[index], Ended):
             return index < self.durable_events
-        return self.first_output_gate is None or self.first_output_gate.done()
+        return recorded
