@@ -66,8 +66,14 @@ lint: $(VENV)/stamp-dev $(VENV)/stamp-relevo
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: setup-dev
-	@$(BIN)/python -m pytest -p no:cacheprovider bench $(BENCH_ARGS)
+$(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-dev
+	@echo "Installing what the benchmarks compare with ..."
+	@$(PIP) install $(HASHES) -r requirements/bench.txt
+	@touch $@
+
+# BENCH_ARGS="engine pause" names cases, --quick only shows that they run.
+bench: setup-dev $(VENV)/stamp-bench
+	@$(BIN)/python -m bench $(BENCH_ARGS)
 
 proof: setup-dev
 	@$(TEST_ENV) RELEVO_PROOF=1 $(BIN)/python -m pytest -m proof --timeout 3600 tests

@@ -130,4 +130,6 @@ class App:
 
 
 if __name__ == "__main__":
-    uvicorn.run(App(sys.argv[2:]), host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
+    uvicorn.run(
+        App(sys.argv[2:]), host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off"
+    )

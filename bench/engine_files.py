@@ -14,7 +14,7 @@ from relevo.workers.llama.native import find_library, load_native
 from relevo.workers.llama.vocabulary import Vocabulary
 
 Q4_K_M = 15  # llama.h: LLAMA_FTYPE_MOSTLY_Q4_K_M
-WORDS = (
+WORDS = (  # noqa: SIM905 - words read better as a text
     "river stone lamp garden window paper engine copper winter ladder market silver forest button harbor candle "
     "mirror bridge pocket thunder meadow anchor barrel cotton desert island kettle marble needle orchard"
 ).split()

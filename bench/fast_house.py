@@ -1,6 +1,6 @@
 """Relevo's real service with the benchmark's fast worker in place of the llama worker. Everything else is as served.
 
-    python -m bench.fast_house --config FILE --port P --state DIR -- ARGUMENTS-OF-THE-FAST-WORKER
+python -m bench.fast_house --config FILE --port P --state DIR -- ARGUMENTS-OF-THE-FAST-WORKER
 """
 
 from __future__ import annotations

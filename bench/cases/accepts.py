@@ -38,10 +38,15 @@ def run(report: Report, *, quick: bool) -> None:
                     report.keep("accepts", kind=kind, clients=clients, **one)
     for (kind, clients), found in seen.items():
         rows.append(
-            [kind, clients, *(spread(f[c] for f in found) for c in ("per_s", "p50_ms", "p99_ms", "gateway_us", "rows_per_s"))]
+            [
+                kind,
+                clients,
+                *(spread(f[c] for f in found) for c in ("per_s", "p50_ms", "p99_ms", "gateway_us", "rows_per_s")),
+            ]
         )
     report.table(
-        ["kind", "clients", "requests/s", "p50 ms", "p99 ms", "gateway CPU us a request", "journal rows/s (about)"], rows
+        ["kind", "clients", "requests/s", "p50 ms", "p99 ms", "gateway CPU us a request", "journal rows/s (about)"],
+        rows,
     )
     report.say("\nJournal rows: acceptance with its move, start of the attempt with its move, end of the attempt, end.")
     report.end()

@@ -146,7 +146,9 @@ def run(report: Report, *, quick: bool, litellm: Path | None = None) -> None:
         ["pace", "streams", "through", "gateway CPU us an event", "Relevo / this", "events/s in all"],
         rows,
     )
-    report.say(f"\nRelevo's gateway at rest takes {number(idle / 1e3)} ms of CPU a second (watching devices and workers).")
+    report.say(
+        f"\nRelevo's gateway at rest takes {number(idle / 1e3)} ms of CPU a second (watching devices and workers)."
+    )
     if litellm is None:
         report.say("LiteLLM: not run (name a virtual environment that has it with --litellm).")
     report.end()
@@ -156,7 +158,9 @@ async def _measure(report: Report, through: Through, pace: str, streams: int, ev
     connections = [Connection(through.port, through.headers) for _ in range(streams)]
     path = "/v1/completions"
     bodies = [
-        json.dumps({"model": "m", "prompt": f"Say {secrets.token_hex(8)}", "max_tokens": events, "stream": True}).encode()
+        json.dumps(
+            {"model": "m", "prompt": f"Say {secrets.token_hex(8)}", "max_tokens": events, "stream": True}
+        ).encode()
         for _ in connections
     ]
     warm = bodies[0].replace(f'"max_tokens": {events}'.encode(), b'"max_tokens": 4')

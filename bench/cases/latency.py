@@ -10,12 +10,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.cases.gateway import fast_config
+from bench.cases.gateway import BareForward, fast_config
+from bench.cases.journal import one_commit_ms
 from bench.client import Connection
 from bench.fast_house import worker_command
 from bench.figures import Report, file_system, number, quantile
 from bench.processes import BareWorker, Relevo
-from bench.cases.journal import one_commit_ms
 from relevo.core.events import StartModel
 
 WORKER_MS = 20.0
@@ -29,7 +29,8 @@ def run(report: Report, *, quick: bool) -> None:
         "Latency: what Relevo adds to one call of one token",
         f"A worker that answers after {WORKER_MS:g} ms without computing, so that only what stands around it differs. "
         "*Added* is the client's whole call (keep-alive) less the same worker's own time over its socket, asked in "
-        f"turn. The record on the disk ({file_system(disk)} here) costs one sync at the end of the call (the one at its "
+        "turn. The *bare forward* of the next case shows what HTTP alone costs here. The record on the disk "
+        f"({file_system(disk)} here) costs one sync at the end of the call (the one at its "
         "acceptance happens while the worker works); in memory (tmpfs) a sync costs nothing, so what is left there is "
         "what is added besides the sync. Goal: under 1 ms besides the sync.",
     )
@@ -45,13 +46,16 @@ def run(report: Report, *, quick: bool) -> None:
             (name, stack.enter_context(Relevo(fast_config(), state_in=folder, fast_worker=arguments)))
             for name, folder in places
         ]
-        own_ms, took = asyncio.run(_calls(bare, [(n, s.port) for n, s in services], calls))
+        forward = stack.enter_context(BareForward(arguments))
+        own_ms, took = asyncio.run(_calls(bare, [(n, s.port) for n, s in services], forward.port, calls))
     base = quantile(own_ms, 0.5)
     rows = [["the bare worker itself", number(base), number(quantile(own_ms, 0.9)), "-", "-"]]
     for (name, kind), ms in took.items():
         report.keep("latency", record=name, kind=kind, p50_ms=quantile(ms, 0.5), added_ms=quantile(ms, 0.5) - base)
         p50, p90 = quantile(ms, 0.5), quantile(ms, 0.9)
-        rows.append([f"{kind}, record {name}", number(p50), number(p90), f"{p50 - base:.2f}", f"{quantile(ms, 0.25) - quantile(own_ms, 0.25):.2f}"])
+        what = f"{kind}, record {name}" if name else kind
+        added = [f"{p50 - base:.2f}", f"{quantile(ms, 0.25) - quantile(own_ms, 0.25):.2f}"]
+        rows.append([what, number(p50), number(p90), *added])
     report.table(["call", "p50 ms", "p90 ms", "added, p50 ms", "added, p25 ms"], rows)
     sync = one_commit_ms(disk, 50 if quick else 200)
     report.say(f"\nOne commit of the journal alone, on the disk: p50 {sync['p50']} ms, p99 {sync['p99']} ms.")
@@ -59,16 +63,23 @@ def run(report: Report, *, quick: bool) -> None:
 
 
 async def _calls(
-    bare: BareWorker, services: list[tuple[str, int]], calls: int
+    bare: BareWorker, services: list[tuple[str, int]], forward_port: int, calls: int
 ) -> tuple[list[float], dict[tuple[str, str], list[float]]]:
     own: list[float] = []
     took: dict[tuple[str, str], list[float]] = {}
     connections = {name: Connection(port) for name, port in services}
+    forward = Connection(forward_port)
     for number_of_call in range(calls + 10):
         prompt = f"Say {secrets.token_hex(8)}."
         [(asked, times, _)] = bare.run([[1, 2, 3]], 1)
         if number_of_call >= 10:
             own.append((times[-1] - asked) * 1e3)
+        before = time.perf_counter()
+        await forward.call("/", b'{"max_tokens": 1}')
+        if number_of_call >= 10:
+            took.setdefault(("", "bare forward (uvicorn and nothing else)"), []).append(
+                (time.perf_counter() - before) * 1e3
+            )
         for name, connection in connections.items():
             for kind, path, said in (
                 ("chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}),

@@ -57,8 +57,8 @@ def run(report: Report, *, quick: bool) -> None:
         rows,
     )  # fmt: skip
     report.say(
-        "\nThe last column takes the running stream's own tokens out: (prompt beside - texts during x gap before) / alone. "
-        "What is left is what small chunks cost."
+        "\nThe last column takes the running stream's own tokens out: (prompt beside - texts during x gap before) / "
+        "alone. What is left is what small chunks cost."
     )
     report.end()
 
