@@ -54,6 +54,7 @@ class Setting:
             "profile": self.profile,
             "batch_tokens": BATCH,
             "ubatch_tokens": UBATCH,
+            "flash_attention": True,
         }
 
     def start(self) -> StartModel:

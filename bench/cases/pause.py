@@ -72,6 +72,7 @@ def _model(chunk: int) -> dict[str, Any]:
         "threads": 1,
         "batch_tokens": BATCH,
         "ubatch_tokens": UBATCH,
+        "flash_attention": True,
         "prefill_chunk_tokens": chunk,
     }
 

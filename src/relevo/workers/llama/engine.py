@@ -9,10 +9,12 @@ The gateway decides who runs; the engine packs what it was given, and refuses (n
 
 from __future__ import annotations
 
+import heapq
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ class Engine:
         self._pacer = Pacer(prefill_chunk_tokens)
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._readings: deque[tuple[Attempt, Reading]] = deque()
-        self._free_sequences = list(range(model.slots - 1, -1, -1))
+        self._free_sequences = list(range(model.slots))  # a heap: the lowest is taken first (see `_pack`)
         self._free_cells = model.cells
         self._probes: deque[Probe] = deque()
         self._known_answer: list[int] = []
@@ -95,7 +97,7 @@ class Engine:
             return
         for run in runs:
             if run.state is not RunState.ENDED:
-                run.sequence = self._free_sequences.pop()
+                run.sequence = heapq.heappop(self._free_sequences)
         self._read_prompt(attempt)
 
     def cancel(self, cancel: Cancel) -> None:
@@ -136,15 +138,24 @@ class Engine:
             self.step_began = None
 
     def _pack(self) -> tuple[list[tuple[Attempt, Run, int]], list[tuple[Attempt, Reading, int, int]]]:
-        """Fill the rows: every decoding choice, then chunks of prompts in turn."""
+        """Fill the rows: every decoding choice, then chunks of prompts in turn.
+
+        Decoding rows go by sequence: where each has a cache of its own, the engine computes only sequences that
+        follow one another together, and any other order costs it another pass over the weights.
+        """
         rows = self._model.rows
         rows.clear()
+        ready = [
+            (run.sequence, attempt, run)
+            for attempt in self._attempts.values()
+            for run in attempt.runs
+            if run.state is RunState.DECODING
+        ]
+        ready.sort(key=itemgetter(0))
         decoding = []
-        for attempt in self._attempts.values():
-            for run in attempt.runs:
-                if run.state is RunState.DECODING:
-                    row = rows.add(run.output[-1:], run.cells, run.sequence, output=True)
-                    decoding.append((attempt, run, row))
+        for sequence, attempt, run in ready:
+            row = rows.add(run.output[-1:], run.cells, sequence, output=True)
+            decoding.append((attempt, run, row))
         budget = self._pacer.rows() if decoding else self._model.ubatch_tokens
         budget = min(budget, rows.capacity - rows.count)
         chunks = []
@@ -255,7 +266,7 @@ class Engine:
         """Free the sequence of a choice and everything in it."""
         if run.sequence >= 0:
             self._model.remove_sequence(run.sequence)
-            self._free_sequences.append(run.sequence)
+            heapq.heappush(self._free_sequences, run.sequence)
             run.sequence = -1
 
     def _end(self, attempt: Attempt, outcome: str, code: str | None = None, message: str | None = None) -> None:
