@@ -123,7 +123,9 @@ class ModelConfig(_Section, frozen=True):
     """Output of a request that names no limit."""
     gpu_layers: NonNegativeInt = 999
     kv_type: Literal["f16", "q8_0"] = "f16"
-    flash_attention: bool = True
+    flash_attention: bool | None = None
+    """None: on where a card computes, off where only CPUs do (measured there: shorter pauses beside long prompts).
+    Always on in the strict profile and with a quantized KV cache."""
     profile: Literal["fast", "strict"] = "fast"
     batch_tokens: Annotated[int, Meta(ge=32, le=8192)] = 512
     ubatch_tokens: Annotated[int, Meta(ge=32, le=4096)] = 128
@@ -139,6 +141,13 @@ class ModelConfig(_Section, frozen=True):
     sampling: SamplingConfig = SamplingConfig()
     gpu_lane: LaneConfig = LaneConfig()
     cpu_lane: LaneConfig = LaneConfig(queue=16)
+
+
+def flash_attention_of(model: ModelConfig, *, on_card: bool) -> bool:
+    """Whether a model's routes use flash attention; both the same, because twins must agree in it."""
+    if model.profile == "strict" or model.kv_type != "f16":
+        return True
+    return on_card if model.flash_attention is None else model.flash_attention
 
 
 class EngineConfig(_Section, frozen=True):
@@ -210,7 +219,7 @@ def check_config(config: Config, source: str) -> None:
                 f"{source}: models.{name}.device is {model.device!r}, but no [devices.{model.device}] is described "
                 f'(known: {known}). Describe it, or write `device = ""` for CPU only.'
             )
-        if model.kv_type != "f16" and not model.flash_attention:
+        if model.kv_type != "f16" and model.flash_attention is False:
             raise ConfigError(f"{source}: models.{name}.kv_type {model.kv_type} needs flash_attention = true.")
         if model.ubatch_tokens > model.batch_tokens:
             raise ConfigError(f"{source}: models.{name}.ubatch_tokens is larger than batch_tokens.")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from relevo.cli.output import bytes_text
 from relevo.config import Config, ModelConfig
-from relevo.core.demand import DEVICE_START, Demand, LoadOptions, model_demand
+from relevo.core.demand import Demand
 from relevo.core.errors import ConfigError, ModelFileError
 from relevo.models.gguf import GgufHeader, read_header
 from relevo.models.shape import shape_of
+from relevo.service.plans import cpu_plan, demand_on_card, demand_on_host, gpu_plan
 
 if TYPE_CHECKING:
     from relevo.cli.place import Place
@@ -102,12 +103,16 @@ def size_up(place: Place, path: Path, *, name: str | None, context_tokens: int |
         slots=slots,
     )
     shape = shape_of(header)
-    _, cpu = model_demand(shape, _options(model, on_device=False, kind="cpu"))
+    kind = config.devices[device].kind if device in config.devices else "auto"
+    plan = cpu_plan(
+        chosen, model, Path(model.path), Path(), on_card=device is not None and kind != "emulated", threads=1
+    )
+    cpu = demand_on_host(shape, plan)
     on_device: Demand | None = None
     device_host: Demand | None = None
     if device is not None:
-        kind = config.devices[device].kind if device in config.devices else "auto"
-        on_device, device_host = model_demand(shape, _options(model, on_device=True, kind=kind))
+        kind = "nvidia" if kind == "auto" else kind
+        on_device, device_host = demand_on_card(shape, gpu_plan(plan, model, shape, kind), kind)
     return Sizing(
         name=chosen,
         config=config,
@@ -118,25 +123,6 @@ def size_up(place: Place, path: Path, *, name: str | None, context_tokens: int |
         device=on_device,
         device_host=device_host,
         new_devices=new_devices,
-    )
-
-
-def _options(model: ModelConfig, *, on_device: bool, kind: str) -> LoadOptions:
-    start = DEVICE_START.get(kind, DEVICE_START["nvidia"])
-    return LoadOptions(
-        on_device=on_device,
-        gpu_layers=model.gpu_layers,
-        context_tokens=model.context_tokens,
-        sequences=model.slots + 1,  # one more for the probe
-        shared_cells=model.profile == "fast",
-        batch_tokens=model.batch_tokens,
-        ubatch_tokens=model.ubatch_tokens,
-        outputs=model.slots + 1,
-        kv_type=model.kv_type,
-        flash_attention=model.flash_attention,
-        context_bytes=start.context_bytes,
-        pool_bytes=start.pool_bytes,
-        margin_bytes=start.margin_bytes,
     )
 
 

@@ -25,6 +25,7 @@ from relevo.replicas.replica import Replica, ReplicaNotServing
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.identity import Identities
 from relevo.service.metrics import Metrics
+from relevo.service.plans import Footprint
 from relevo.service.records import log_failure
 from relevo.service.routes import Route, ServedModel
 
@@ -69,14 +70,6 @@ class HeldDevice:
             return process_memory.resident_bytes(ready.pid)
         parts = (ready.model_bytes, ready.kv_bytes, ready.compute_bytes)
         return None if None in parts else sum(p or 0 for p in parts)
-
-
-@dataclass(slots=True)
-class Footprint:
-    """What a worker takes: bytes to lease on its device, and its hard bound on private memory."""
-
-    lease_bytes: int
-    data_limit_bytes: int | None
 
 
 @dataclass(slots=True)

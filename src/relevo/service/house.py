@@ -13,7 +13,7 @@ import msgspec
 
 from relevo.config import Config, DeviceConfig, ModelConfig
 from relevo.core.breaker import Breaker, BreakerRecord
-from relevo.core.demand import DEVICE_START, ModelShape, load_options, model_demand
+from relevo.core.demand import ModelShape
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
@@ -31,10 +31,19 @@ from relevo.replicas.process import Identity
 from relevo.replicas.replica import Replica, ReplicaSettings
 from relevo.replicas.text import TextProcess
 from relevo.service.dispatcher import Dispatcher
-from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, Footprint, HeldDevice
+from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, HeldDevice
 from relevo.service.identity import Identities
 from relevo.service.metrics import Metrics
 from relevo.service.paths import Paths
+from relevo.service.plans import (
+    Footprint,
+    cpu_plan,
+    emulated_plan,
+    footprint_emulated,
+    footprint_on_card,
+    footprint_on_host,
+    gpu_plan,
+)
 from relevo.service.records import log_failure
 from relevo.service.routes import Placement, Route, ServedModel
 from relevo.service.service import RelevoService
@@ -44,10 +53,6 @@ from relevo.setup.libraries import find as find_libraries
 HOST = "host"
 ENGINE_ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The engine then numbers NVIDIA cards as the driver's management library does."""
-PROCESS_BYTES = 512 * 2**20
-"""Bound on a worker's private memory besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
-RESERVED_BYTES = 128 * 2**20
-"""What a worker reserves beyond what is resident; an emulated accelerator counts it. Seen: 30 MiB beyond the plan."""
 
 
 @dataclass(slots=True)
@@ -161,53 +166,37 @@ class _Builder:
         self._identities.learn(model, self._tasks)
         forecast = Forecast()
         shape = shape_of(header)
-        cpu_plan = self._cpu_plan(name, config, path)
-        if config.device is not None:
-            held = self.house.fleet.devices[config.device]
-            plan = self._gpu_plan(name, config, held, cpu_plan)
-            self._add_route(model, plan, held, forecast, footprint_on(held, shape, plan))
-        self._add_route(model, cpu_plan, self.house.fleet.devices[HOST], forecast, footprint_on_host(shape, cpu_plan))
+        held = self.house.fleet.devices[config.device] if config.device is not None else None
+        # Threads wait for each other actively: two workers that share the cores must share them out.
+        sharers = 2 if held is not None and held.emulated else 1
+        cpu = cpu_plan(
+            name,
+            config,
+            path,
+            self._libraries,
+            on_card=held is not None and not held.emulated,
+            threads=max(1, default_threads() // sharers),
+        )
+        model.flash_attention = cpu.flash_attention
+        if held is not None:
+            plan, footprint = self._accelerated(config, cpu, held, shape)
+            self._add_route(model, plan, held, forecast, footprint)
+        self._add_route(model, cpu, self.house.fleet.devices[HOST], forecast, footprint_on_host(shape, cpu))
         self._order_starts(model)
 
-    def _cpu_plan(self, name: str, config: ModelConfig, path: Path) -> StartModel:
-        emulated = config.device is not None and self.house.fleet.devices[config.device].emulated
-        # Threads wait for each other actively: two workers that share the cores must share them out.
-        threads = config.threads or max(1, default_threads() // (2 if emulated else 1))
-        return StartModel(
-            model=name,
-            route="cpu",
-            path=str(path),
-            libraries=str(self._libraries),
-            context_tokens=config.cpu_context_tokens or config.context_tokens,
-            slots=config.cpu_slots or config.slots,
-            batch_tokens=config.batch_tokens,
-            ubatch_tokens=config.ubatch_tokens,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            kv_type="q8_0" if config.profile == "strict" else config.kv_type,
-            flash_attention=config.flash_attention,
-            profile=config.profile,
-            threads=threads,
-            repack=config.profile == "fast",
-        )
-
-    def _gpu_plan(self, name: str, config: ModelConfig, held: HeldDevice, cpu: StartModel) -> StartModel:
-        layers = shape_of(self.house.models[name].header).layers + 1
-        whole = msgspec.structs.replace(
-            cpu,
-            route="gpu" if held.emulated or config.gpu_layers >= layers else "hybrid",
-            context_tokens=config.context_tokens,
-            slots=config.slots,
-            profile="fast" if not held.emulated else cpu.profile,
-        )
+    def _accelerated(
+        self, config: ModelConfig, cpu: StartModel, held: HeldDevice, shape: ModelShape
+    ) -> tuple[StartModel, Footprint]:
+        """The worker on the accelerator, real or emulated."""
         if not held.emulated:
-            return msgspec.structs.replace(
-                whole, device=held.device.engine_device, gpu_layers=min(config.gpu_layers, layers)
-            )
+            plan = gpu_plan(cpu, config, shape, held.device.engine_device)
+            return plan, footprint_on_card(shape, plan, str(held.device.kind))
         described = self._config.devices[held.name]
         variant = cpu_variant(
             self._facts.best_cpu_variant, self._facts.cpu_variants, equal_arithmetic=described.equal_arithmetic
         )
-        return msgspec.structs.replace(whole, cpu_variant=variant, use_mmap=False)
+        plan = emulated_plan(cpu, config, variant)
+        return plan, footprint_emulated(shape, plan)
 
     def _add_route(
         self, model: ServedModel, plan: StartModel, held: HeldDevice, forecast: Forecast, footprint: Footprint
@@ -286,23 +275,3 @@ def open_device(name: str, described: DeviceConfig, facts: EngineFacts, librarie
     watched = EngineDevice(name, card, lambda: inspect(libraries), declared_bytes=described.total_bytes)
     watched.start()
     return watched
-
-
-def footprint_on_host(shape: ModelShape, plan: StartModel) -> Footprint:
-    """What a worker on the CPU takes: mapped weights count in the lease, but not against its private memory."""
-    _, host = model_demand(shape, load_options(plan, on_device=False, learned=DEVICE_START["cpu"]))
-    weights = host.weights_bytes or 0
-    private = host.known_bytes - weights + PROCESS_BYTES + (weights if plan.repack or not plan.use_mmap else 0)
-    unknown = weights // 4 if host.total_bytes is None else 0  # a compute buffer without a closed form
-    return Footprint(host.known_bytes + unknown, private + private // 4 + unknown)
-
-
-def footprint_on(held: HeldDevice, shape: ModelShape, plan: StartModel) -> Footprint:
-    """What a worker takes on its accelerator. Emulated: all of its private memory, as the kernel counts it."""
-    if held.emulated:
-        on_host = footprint_on_host(shape, plan)
-        return Footprint(on_host.lease_bytes + RESERVED_BYTES, None)
-    learned = DEVICE_START.get(str(held.device.kind), DEVICE_START["vulkan"])
-    device, _ = model_demand(shape, load_options(plan, on_device=True, learned=learned))
-    unknown = (device.weights_bytes or 0) // 4 if device.total_bytes is None else 0
-    return Footprint(device.known_bytes + unknown, None)

@@ -46,7 +46,7 @@ class Identities:
             await self._weights[model.name],
             text.template_digest,
             kv_type=model.config.kv_type if model.config.profile == "fast" else "q8_0",
-            flash_attention=model.config.flash_attention,
+            flash_attention=model.flash_attention,
             profile=model.config.profile,
             engine=ready.engine,
             library=f"{ready.library} on {ready.device}, {where}",

@@ -89,12 +89,14 @@ class ServedModel:
     header: GgufHeader
     text: TextProcess
     created: float
+    flash_attention: bool = False
+    """As both routes have it."""
     routes: dict[str, Route] = field(default_factory=dict)
 
     @property
     def preferred(self) -> Route:
         """The route that requests take when nothing is wrong."""
-        return self.routes.get("gpu") or self.routes["cpu"]
+        return next(iter(self.routes.values()))
 
     @property
     def degraded(self) -> bool:
