@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("worker", nargs="*")
     arguments = parser.parse_args()
     command = functools.partial(worker_command, arguments.worker)
-    house.ReplicaSettings = functools.partial(ReplicaSettings, command=command)  # type: ignore[assignment,misc]
+    house.ReplicaSettings = functools.partial(ReplicaSettings, command=command)  # type: ignore
     return serve(config=arguments.config, port=arguments.port, state=arguments.state)
 
 

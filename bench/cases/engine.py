@@ -156,7 +156,7 @@ def run(report: Report, *, quick: bool) -> None:
     )
     files = [("Q4_1 (shipped)", shipped())] + ([] if quick else [("Q4_K_M (requantized)", requantized())])
     repeats = 2 if quick else 5
-    levels = [(1, 48), (8, 24)] if quick else [(1, 128), (8, 64)]
+    levels = [(1, 48), (8, 24)] if quick else [(1, 96), (8, 48)]
     prompts = Prompts()
     rows = []
     for quant, path in files:
@@ -207,8 +207,11 @@ def _compare(
 
 
 def _contenders(setting: Setting, stack: ExitStack) -> list[Contender]:
-    devices = {"gpu0": {"kind": "emulated", "total_bytes": EMULATED_BYTES}} if setting.emulated else {}
-    service = stack.enter_context(Relevo(toml({"m": setting.model()}, devices)))
+    devices: dict[str, Any] = {"gpu0": {"kind": "emulated", "total_bytes": EMULATED_BYTES}} if setting.emulated else {}
+    models = {"m": setting.model()}
+    if not setting.strict:  # the strict profile always has flash attention
+        models["default"] = {k: v for k, v in setting.model().items() if k != "flash_attention"} | {"device": ""}
+    service = stack.enter_context(Relevo(toml(models, devices)))
     bare = stack.enter_context(BareWorker())
     bare.load(setting.start())
     contenders = [
@@ -222,8 +225,12 @@ def _contenders(setting: Setting, stack: ExitStack) -> list[Contender]:
     else:
         answer = over_http(server.port, "m", None, cache_prompt=False)
         contenders.append(Contender("llama.cpp's server", answer, server.cpu_us))
+    if "default" in models:
+        answer = over_http(service.port, "default", "cpu-only")
+        contenders.append(Contender("Relevo, CPU only, its default there: no flash attention", answer, service.cpu_us))
     if setting.emulated:
-        library = next(r.get("library") for r in service.status()["replicas"] if r["route"] == "gpu")
+        replicas = service.status()["replicas"]
+        library = next(r.get("library") for r in replicas if r["route"] == "gpu")
         name = "Relevo, GPU route (**emulated**: the CPU" + (
             f" through {library})" if library else ", another library)"
         )

@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.cases.engine import BATCH, CONTEXT, EMULATED_BYTES, SLOTS, UBATCH
 from bench.cases.gateway import LiteLlm
@@ -21,7 +21,7 @@ from bench.processes import EngineServer, Relevo, toml
 
 STREAM_TOKENS, PLAIN_TOKENS, KILL_AT = 120, 60, 20
 PROMPT = "Tell me a long story about a relay race."
-PATIENCE_S = 20.0
+PATIENCE_S, PEERS_PATIENCE_S = 20.0, 3.0
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Seen:
     whole_s: list[float] = field(default_factory=list)
     next_s: list[float | None] = field(default_factory=list)
     back_s: list[float | None] = field(default_factory=list)
+    killed_at: float = 0.0
 
 
 def run(report: Report, *, quick: bool, litellm: Path | None = None) -> None:
@@ -57,7 +58,11 @@ def run(report: Report, *, quick: bool, litellm: Path | None = None) -> None:
         report.say(f"- {seen.name}")
         report.say(f"  - stream, killed after {KILL_AT} tokens: {_said(seen.streams)}")
         report.say(f"  - plain call, killed meanwhile: {_said(seen.plains)}")
-        next_answer = spread(seen.next_s) if any(s is not None for s in seen.next_s) else f"none in {PATIENCE_S:g} s"
+        next_answer = (
+            spread(seen.next_s)
+            if any(s is not None for s in seen.next_s)
+            else f"none (asked for {PEERS_PATIENCE_S:g} s)"
+        )
         back = spread(seen.back_s) if any(s is not None for s in seen.back_s) else "never (nothing restarts it)"
         report.say(f"  - next answer after s: {next_answer}; route back after s: {back}")
         report.keep("faults", through=seen.name, streams=seen.streams, plains=seen.plains, next_s=seen.next_s,
@@ -84,19 +89,17 @@ def _relevo(seen: Seen, route: str) -> None:
     with Relevo(toml({"m": model}, devices)) as service:
         for stream in (True, False):
 
-            def kill() -> float:
+            def kill() -> None:
                 pid = next(r["pid"] for r in service.status()["replicas"] if r["route"] == route)
                 os.kill(pid, signal.SIGKILL)
-                return time.perf_counter()
+                seen.killed_at = time.perf_counter()
 
-            asyncio.run(_kill_during(seen, service.port, {}, kill, stream=stream))
-            killed_at = time.perf_counter()
+            asyncio.run(_kill_during(seen, service.port, {}, kill, stream=stream, patience_s=PATIENCE_S))
             while not all(r["state"] == "serving" for r in service.status()["replicas"]):
                 time.sleep(0.02)
-                if time.perf_counter() - killed_at > PATIENCE_S:
+                if time.perf_counter() - seen.killed_at > PATIENCE_S:
                     raise RuntimeError("the killed route did not come back")
-            # counted from here: the small requests before it went to the twin and took their time
-            seen.back_s.append(time.perf_counter() - seen_kill(seen))
+            seen.back_s.append(time.perf_counter() - seen.killed_at)
             time.sleep(0.5)
 
 
@@ -114,25 +117,20 @@ def _server(seen: Seen, litellm: Path | None) -> None:
                 proxy = stack.enter_context(LiteLlm(litellm, server.port))
                 port, headers = proxy.port, {"authorization": f"Bearer {proxy.key}"}
 
-            def kill(server: EngineServer = server) -> float:
+            def kill(server: EngineServer = server) -> None:
                 server.popen.kill()
-                return time.perf_counter()
+                seen.killed_at = time.perf_counter()
 
-            asyncio.run(_kill_during(seen, port, headers, kill, stream=stream))
+            asyncio.run(_kill_during(seen, port, headers, kill, stream=stream, patience_s=PEERS_PATIENCE_S))
             seen.back_s.append(None)
 
 
 # ------------------------------------------------------------------ what a client sees
 
-_kills: dict[int, float] = {}
 
-
-def seen_kill(seen: Seen) -> float:
-    """When the last kill of this contender was."""
-    return _kills[id(seen)]
-
-
-async def _kill_during(seen: Seen, port: int, headers: dict[str, str], kill: Any, *, stream: bool) -> None:
+async def _kill_during(
+    seen: Seen, port: int, headers: dict[str, str], kill: Callable[[], None], *, stream: bool, patience_s: float
+) -> None:
     connection = Connection(port, headers)
     body = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "ignore_eos": True}
     small = json.dumps({**body, "max_tokens": 2}).encode()
@@ -142,7 +140,7 @@ async def _kill_during(seen: Seen, port: int, headers: dict[str, str], kill: Any
             "/v1/chat/completions",
             {**body, "max_tokens": STREAM_TOKENS, "stream": True},
             KILL_AT,
-            lambda: _kills.__setitem__(id(seen), kill()),
+            kill,
         )
         seen.streams.append(_stream_words(got))
     else:
@@ -153,22 +151,24 @@ async def _kill_during(seen: Seen, port: int, headers: dict[str, str], kill: Any
             )
         )
         await asyncio.sleep(0.3)
-        _kills[id(seen)] = kill()
+        kill()
         try:
             status, answer_headers, answer = await call
             seen.plains.append(_plain_words(status, answer_headers, answer))
             seen.whole_s.append(time.perf_counter() - began)
         except (Cut, OSError) as e:
             seen.plains.append(f"no answer: connection {e}")
-    seen.next_s.append(await _next_answer(port, headers, small, _kills[id(seen)]))
+    seen.next_s.append(await _next_answer(port, headers, small, seen.killed_at, patience_s))
     connection.close()
 
 
-async def _next_answer(port: int, headers: dict[str, str], small: bytes, since: float) -> float | None:
-    while time.perf_counter() - since < PATIENCE_S:
+async def _next_answer(
+    port: int, headers: dict[str, str], small: bytes, since: float, patience_s: float
+) -> float | None:
+    while time.perf_counter() - since < patience_s:
         connection = Connection(port, headers)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 status, _, _ = await connection.call("/v1/chat/completions", small)
             if status == 200:
                 return time.perf_counter() - since

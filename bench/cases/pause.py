@@ -15,6 +15,7 @@ from bench.figures import Report, median, number, quantile, spread
 from bench.processes import EngineServer, Relevo, toml
 
 CHUNKS = (16, 32, 64, 128)
+DEFAULT_CHUNKS = (64, 128)
 _seeds = count(int(time.time()) % 100_000 * 100 + 7)
 
 
@@ -24,17 +25,24 @@ def run(report: Report, *, quick: bool) -> None:
     chunks = CHUNKS[1:3] if quick else CHUNKS
     report.start(
         f"Pause: a running stream while another's {prompt_tokens:,}-token prompt is read",
-        f"Q4_1, one thread, micro-batch {UBATCH}, KV f16, flash attention on. A stream runs; after 24 tokens a second "
-        "request comes with the long prompt. *Pause* is the longest time between two texts of the running stream while "
+        f"Q4_1, one thread, micro-batch {UBATCH}, KV f16, flash attention on unless said. A stream runs; after 24 "
+        "tokens a second request comes with the long prompt. *Pause* is the longest time between two texts of the running stream while "
         "the prompt is read; *prompt time* is the second request's time to first token, beside the stream and alone. "
         "Goal: at most 300 ms, for at most 25 % more prompt time than alone.",
     )
     repeats = 1 if quick else 2
     prompts = Prompts()
     with ExitStack() as stack:
-        models = {f"chunk-{c}": _model(c) for c in chunks}
-        service = stack.enter_context(Relevo(toml(models)))
-        contenders: list[tuple[str, int, str]] = [(f"Relevo, chunk {c}", service.port, f"chunk-{c}") for c in chunks]
+        plain = {f"chunk-{c}": _model(c) for c in chunks}
+        default = {f"default-{c}": _model(c, flash=False) for c in chunks if c in DEFAULT_CHUNKS}
+        service = stack.enter_context(Relevo(toml({**plain, **default})))
+        # (name, port, model, whose prompt alone it is compared with: a chunk size plays no part there)
+        contenders = [(f"Relevo, chunk {c}", service.port, f"chunk-{c}", "ours") for c in chunks]
+        contenders += [
+            (f"Relevo, no flash attention (its default on CPUs), chunk {name.removeprefix('default-')}",
+             service.port, name, "ours without flash attention")
+            for name in default
+        ]  # fmt: skip
         for name, batch in (("llama.cpp's server, default n_batch 2048", None), ("llama.cpp's server, n_batch 64", 64)):
             settings = {"context": CONTEXT, "slots": SLOTS, "unified": True, "threads": 1, "repack": True, "kv": "f16"}
             sizes = {"batch": batch, "ubatch": min(batch or UBATCH, UBATCH), "cache_ram_mib": 0}
@@ -42,15 +50,20 @@ def run(report: Report, *, quick: bool) -> None:
                 server = stack.enter_context(EngineServer(shipped(), **settings, **sizes))
             except RuntimeError:
                 continue
-            contenders.append((name, server.port, "m"))
-        seen: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in contenders}
+            contenders.append((name, server.port, "m", name))
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in contenders}
         for repeat in range(repeats):
+            alone: dict[str, float] = {}
             turn = contenders[repeat % len(contenders) :] + contenders[: repeat % len(contenders)]
-            for name, port, model in turn:
-                figures = asyncio.run(_one(port, model, prompts, prompt_tokens, long_stream=250 if quick else 900))
+            for name, port, model, kin in turn:
+                if kin not in alone:
+                    alone[kin] = asyncio.run(_alone(port, model, prompts, prompt_tokens))
+                stream_tokens = 250 if quick else 900
+                figures = asyncio.run(_beside(port, model, prompts, prompt_tokens, stream_tokens))
+                figures["alone_s"] = alone[kin]
                 seen[name].append(figures)
                 report.keep("pause", through=name, prompt_tokens=prompt_tokens, **figures)
-    rows = [_row(name, seen[name]) for name, _, _ in contenders]
+    rows = [_row(name, seen[name]) for name, *_ in contenders]
     report.table(
         ["through", "pause ms, longest", "gap ms, p50 during", "gap ms, p50 before", "texts during",
          "prompt s, alone", "prompt s, beside", "beside / alone", "beside / alone, less the stream's own share"],
@@ -63,7 +76,7 @@ def run(report: Report, *, quick: bool) -> None:
     report.end()
 
 
-def _model(chunk: int) -> dict[str, Any]:
+def _model(chunk: int, *, flash: bool = True) -> dict[str, Any]:
     return {
         "path": shipped(),
         "device": "",
@@ -72,15 +85,21 @@ def _model(chunk: int) -> dict[str, Any]:
         "threads": 1,
         "batch_tokens": BATCH,
         "ubatch_tokens": UBATCH,
-        "flash_attention": True,
+        "flash_attention": flash,
         "prefill_chunk_tokens": chunk,
     }
 
 
-async def _one(port: int, model: str, prompts: Prompts, size: int, *, long_stream: int) -> dict[str, float]:
-    """The prompt alone, then the same size beside a running stream."""
+async def _alone(port: int, model: str, prompts: Prompts, size: int) -> float:
+    """Time to first token of a long prompt, in seconds, with nothing beside it."""
     await _ask(port, model, prompts.tokens(8, next(_seeds)), 4)
-    alone = await _ask(port, model, prompts.tokens(size, next(_seeds)), 2)
+    got = await _ask(port, model, prompts.tokens(size, next(_seeds)), 2)
+    return got.first_ms / 1e3
+
+
+async def _beside(port: int, model: str, prompts: Prompts, size: int, long_stream: int) -> dict[str, float]:
+    """The same beside a running stream, and what became of that."""
+    await _ask(port, model, prompts.tokens(8, next(_seeds)), 4)
     started = asyncio.Event()
     running = asyncio.create_task(
         _ask(port, model, prompts.tokens(27, next(_seeds)), long_stream, at=24, then=started.set)
@@ -96,7 +115,6 @@ async def _one(port: int, model: str, prompts: Prompts, size: int, *, long_strea
         "gap_during_ms": quantile(during, 0.5),
         "gap_before_ms": quantile(stream.gaps_ms(0, began), 0.5),
         "texts_during": float(len(during)),
-        "alone_s": alone.first_ms / 1e3,
         "beside_s": beside.first_ms / 1e3,
     }
 
