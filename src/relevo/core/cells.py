@@ -7,10 +7,14 @@ holds what its prompt and all the output it may still draw can need, so an accep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from relevo.core.errors import OurBug
+
+PROBE_CELLS: Final = 32
+"""Cells that a worker keeps beside those it offers (fast profile): a probe must never wait for somebody's context."""
 
 
 class CellShortfall(msgspec.Struct, frozen=True):

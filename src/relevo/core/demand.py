@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from relevo.core.cells import PROBE_CELLS
 from relevo.core.events import StartModel
 from relevo.core.quantization import BY_NAME
 
@@ -190,15 +191,15 @@ def load_options(
 ) -> LoadOptions:
     """The options that a worker makes of StartModel.
 
-    The fast profile keeps one sequence more than slots, for probes; the strict one sets KV type and flash attention
-    itself. As many rows give logits as there are sequences.
+    The fast profile keeps one sequence more than slots, and cells for it, for probes; the strict one sets KV type
+    and flash attention itself. As many rows give logits as there are sequences.
     """
     strict = start.profile == "strict"
     sequences = start.slots if strict else start.slots + 1
     return LoadOptions(
         on_device=on_device,
         gpu_layers=start.gpu_layers,
-        context_tokens=start.context_tokens,
+        context_tokens=start.context_tokens if strict else start.context_tokens + PROBE_CELLS,
         sequences=sequences,
         shared_cells=not strict,
         batch_tokens=start.batch_tokens,

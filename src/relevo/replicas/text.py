@@ -52,6 +52,8 @@ class TextSettings:
     """Longest time until it is ready."""
     call_wait_s: float = 10.0
     """Longest wait of a call for a process that is just starting."""
+    folder: Path | None = None
+    """Where texts too large for a frame lie while they are worked on. None: the system's folder for such."""
     limits: ProcessLimits = field(default_factory=lambda: ProcessLimits(oom_score_adj=300))
     """It bounds its own memory once it knows how much its model's vocabulary takes."""
     extra_environment: Mapping[str, str] = field(default_factory=dict)
@@ -164,7 +166,10 @@ class TextProcess:
 
     async def _run(self) -> None:
         self._finished.clear()
-        self._folder = Path(tempfile.mkdtemp(prefix="relevo-text-"))  # mode 0700
+        parent = self._settings.folder
+        if parent is not None:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="relevo-text-", dir=parent))  # mode 0700
         delay_s = _FIRST_DELAY_S
         try:
             while not self._stopping:

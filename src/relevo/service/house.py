@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from relevo.replicas.process import Identity
 from relevo.replicas.replica import Replica, ReplicaSettings
-from relevo.replicas.text import TextProcess
+from relevo.replicas.text import TextProcess, TextSettings
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, HeldDevice
 from relevo.service.identity import Identities
@@ -51,6 +52,8 @@ from relevo.service.status import StatusBoard
 from relevo.setup.libraries import find as find_libraries
 
 HOST = "host"
+SPILL = "spill"
+"""Folder in the state folder for texts under way to a text process; what a crash left there goes at the next start."""
 ENGINE_ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The engine then numbers NVIDIA cards as the driver's management library does."""
 
@@ -88,6 +91,7 @@ class House:
 
 async def build_house(config: Config, paths: Paths, journal: Journal, tasks: asyncio.TaskGroup) -> House:
     """Make everything, start nothing. Raises StartupError where a file, library or device cannot be used."""
+    await asyncio.to_thread(shutil.rmtree, paths.state / SPILL, ignore_errors=True)
     builder = _Builder(config, paths, journal, tasks)
     await builder.add_devices()
     for name, model in config.models.items():
@@ -159,6 +163,7 @@ class _Builder:
             plan=lambda: StartText(
                 model=name, path=str(path), libraries=str(self._libraries), chat_template=read_template(config)
             ),
+            settings=TextSettings(folder=self._paths.state / SPILL),
             on_starting=self._text_starts,
         )
         model = ServedModel(name, config, header, text, created=path.stat().st_mtime)

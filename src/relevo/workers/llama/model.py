@@ -14,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from relevo.core.cells import PROBE_CELLS
 from relevo.core.errors import LibraryError
 from relevo.core.events import StartModel
 from relevo.workers.llama.native import LayoutMismatch, Native, load_native
 from relevo.workers.llama.vocabulary import Vocabulary
 
 KV_TYPES: Final = {"f16": 1, "q8_0": 8}  # ggml's numbers
-PROBE_CELLS: Final = 32  # of the shared pool, kept for the probe's own sequence
 PROBE_TOKENS_MAX: Final = 16
 _PROBE_TEXT: Final = "The capital of France is"
 _MEMORY_WORDS = re.compile(r"alloc|out of memory|OutOf\w*Memory|mmap failed|bad_alloc|Cannot allocate", re.IGNORECASE)
@@ -97,7 +97,7 @@ class Model:
         self._context = context
         self._memory = native.call.llama_get_memory(context)
         per_sequence = int(native.call.llama_n_ctx_seq(context))
-        self.cells = per_sequence if self.strict else per_sequence - PROBE_CELLS
+        self.cells = per_sequence if self.strict else min(start.context_tokens, per_sequence - PROBE_CELLS)
         self.scratch_sequence = None if self.strict else start.slots
         self.rows = Rows(native.ffi, start.batch_tokens)
         self.ubatch_tokens = min(start.ubatch_tokens, start.batch_tokens)
@@ -257,7 +257,7 @@ def _make_context(native: Native, handle: Any, start: StartModel) -> Any:
     strict = start.profile == "strict"
     sequences = start.slots if strict else start.slots + 1  # one more for the probe; in strict it would cost a slot
     parameters = native.call.llama_context_default_params()
-    parameters.n_ctx = start.context_tokens * start.slots if strict else start.context_tokens
+    parameters.n_ctx = start.context_tokens * start.slots if strict else start.context_tokens + PROBE_CELLS
     parameters.n_batch = start.batch_tokens
     parameters.n_ubatch = min(start.ubatch_tokens, start.batch_tokens)
     parameters.n_seq_max = sequences
