@@ -52,6 +52,8 @@ from relevo.service.status import StatusBoard
 from relevo.setup.libraries import find as find_libraries
 
 HOST = "host"
+ENGINE_NAMES = {"nvidia": "CUDA", "vulkan": "Vulkan"}
+"""How the engine's names of a configured kind begin."""
 SPILL = "spill"
 """Folder in the state folder for texts under way to a text process; what a crash left there goes at the next start."""
 ENGINE_ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -266,10 +268,13 @@ def open_device(name: str, described: DeviceConfig, facts: EngineFacts, librarie
     if described.kind == "emulated":
         assert described.total_bytes is not None  # checked with the configuration
         return SoftDevice(name, described.total_bytes, folder=paths.state / "devices" / name)
-    cards = facts.cards
+    cards = [c for c in facts.cards if c.name.startswith(ENGINE_NAMES.get(described.kind, ""))]
     if not cards:
+        seen = ", ".join(f"{c.name} ({c.description})" for c in facts.cards) or "none"
+        kind = "" if described.kind == "auto" else f"{described.kind} "
         raise DeviceError(
-            f"Device {name}: the engine's libraries see no accelerator here. `relevo doctor` shows what is missing. "
+            f"Device {name}: the engine's libraries see no {kind}accelerator here (seen: {seen}). "
+            "`relevo doctor` shows what is missing. "
             'Without a card, serve from the CPU alone: write device = "" in the model.'
         )
     card = cards[0]
