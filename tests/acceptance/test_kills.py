@@ -53,6 +53,7 @@ def test_a_request_without_delivered_output_is_completed_by_the_twin_under_the_s
     relevo = response.json()["relevo"]
     assert relevo["request_id"] == request_id
     assert response.headers["x-relevo-route"] == "cpu" and response.headers["x-relevo-degraded"] == "true"
+    assert response.headers["x-relevo-standby"] == "none", "the standby is used up"
     assert response.json()["usage"]["completion_tokens"] == 200
     handover = relevo["handovers"][0]
     assert (handover["from"], handover["to"], handover["grade"]) == ("gpu", "cpu", "boundary")

@@ -375,6 +375,8 @@ class Dispatcher:
         if change is not None:
             self._recorder.move(work, msgspec.structs.replace(change, reason=cause))
         work.degraded_reason = cause if route_name != self._plan.home(work) else None
+        if work.standby is not None and work.standby["route"] == route_name:
+            work.standby = None  # it is used up
         self.pump(self.routes[work.ask.model, route_name])
 
     def resume(self, work: Work, route_name: str) -> int:

@@ -142,8 +142,12 @@ class StatusBoard:
         """Its standby, and the route it ran on, as they are now."""
         model = self._models[work.ask.model]
         planned = (work.standby or {}).get("route")
-        standby = model.routes.get(planned) if planned is not None and planned != lost.name else None
-        return (self._way(standby) if standby is not None else None), self._way(lost)
+        others = [self._way(r) for r in model.routes.values() if r is not lost]
+        # Without a plan of its own (it runs on its standby already) any other open route will do.
+        standby = next((way for way in others if way.route == planned), None) or next(
+            (w for w in others if w.open), None
+        )
+        return standby, self._way(lost)
 
     def _way(self, route: Route) -> Way:
         view = self.view(route)
