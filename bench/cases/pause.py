@@ -26,8 +26,9 @@ def run(report: Report, *, quick: bool) -> None:
     report.start(
         f"Pause: a running stream while another's {prompt_tokens:,}-token prompt is read",
         f"Q4_1, one thread, micro-batch {UBATCH}, KV f16, flash attention on unless said. A stream runs; after 24 "
-        "tokens a second request comes with the long prompt. *Pause* is the longest time between two texts of the running stream while "
-        "the prompt is read; *prompt time* is the second request's time to first token, beside the stream and alone. "
+        "tokens a second request comes with the long prompt. *Pause* is the longest time between two texts of the "
+        "running stream while the prompt is read; *prompt time* is the second request's time to first token, beside "
+        "the stream and alone. "
         "Goal: at most 300 ms, for at most 25 % more prompt time than alone.",
     )
     repeats = 1 if quick else 2
