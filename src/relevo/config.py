@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -166,6 +167,16 @@ class Config(_Section, frozen=True):
     host: HostConfig = HostConfig()
     devices: dict[Name, DeviceConfig] = {}
     models: dict[Name, ModelConfig] = {}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_config(text: str, source: str = "the configuration") -> Config:

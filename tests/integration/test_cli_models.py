@@ -12,16 +12,7 @@ from relevo.cli import main
 from relevo.config import load_config
 from relevo.setup import demo
 
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RELEVO_URL", "RELEVO_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RELEVO_STATE", str(tmp_path / "state"))
-    config = tmp_path / "relevo.toml"
-    config.write_text("# mine\n[server]\nport = 1\n")
-    monkeypatch.setenv("RELEVO_CONFIG", str(config))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 def refused(place: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:

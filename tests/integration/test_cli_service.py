@@ -20,16 +20,7 @@ from .api_house import open_house
 from .fakes.fake_service import FakeService, completed, plain_answer
 from .fakes.journal_kit import accept, end, move, open_journal, opened
 
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RELEVO_URL", "RELEVO_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RELEVO_STATE", str(tmp_path / "state"))
-    config = tmp_path / "relevo.toml"
-    config.write_text("[server]\nport = 1\n")
-    monkeypatch.setenv("RELEVO_CONFIG", str(config))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> Any:

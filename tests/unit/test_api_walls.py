@@ -13,9 +13,9 @@ import pytest
 from relevo.api.auth import identify
 from relevo.api.call import Call, header_value
 from relevo.api.errors import BY_CODE, EndedUnfinished, error_body, error_headers, error_object
-from relevo.api.hosts import HostWall, is_loopback, split_host
+from relevo.api.hosts import HostWall, split_host
 from relevo.api.keys import KeyRing
-from relevo.config import ServerConfig
+from relevo.config import ServerConfig, is_loopback
 from relevo.core.errors import (
     BadRequest,
     Cancelled,

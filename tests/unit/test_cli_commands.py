@@ -10,17 +10,7 @@ import pytest
 
 from relevo.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 
-
-@pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test touches the user's own folders or service."""
-    for name in ("RELEVO_URL", "RELEVO_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RELEVO_STATE", str(tmp_path / "state"))
-    config = tmp_path / "relevo.toml"
-    config.write_text("[server]\nport = 1\n")
-    monkeypatch.setenv("RELEVO_CONFIG", str(config))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_place")
 
 
 def printed_json(capsys: pytest.CaptureFixture[str]) -> Any:

@@ -7,7 +7,7 @@ import re
 
 from relevo.api.call import Call
 from relevo.api.errors import Headers
-from relevo.config import ServerConfig
+from relevo.config import ServerConfig, is_loopback
 from relevo.core.errors import BadRequest, HostNotAllowed, OriginNotAllowed
 
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})))(?::([0-9]{1,5}))?")
@@ -39,16 +39,6 @@ def split_host(value: bytes) -> tuple[str, int | None] | None:
         except ValueError:
             return None
     return name.decode("ascii").lower().rstrip("."), number
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address means this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class HostWall:

@@ -10,10 +10,9 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from relevo.api.hosts import is_loopback
 from relevo.api.keys import KeyRing
 from relevo.api.protocol import bounded_http
-from relevo.config import LimitsConfig
+from relevo.config import LimitsConfig, is_loopback
 from relevo.core.errors import StartupError
 
 BACKLOG = 512

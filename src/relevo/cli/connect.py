@@ -72,9 +72,9 @@ def prepare(client: Client, place: ServicePlace, host: str | None) -> Connection
     """The key, the allowed hosts and the address. Raises RelevoError; then nothing has changed but the key file."""
     from urllib.parse import urlsplit
 
-    from relevo.api.hosts import is_loopback
     from relevo.cli.config_file import edit_config
     from relevo.cli.running import find_url
+    from relevo.config import is_loopback
 
     paths = place.paths()
     config = place.load(may_be_missing=True)
@@ -116,7 +116,7 @@ def _listens_outside(host: str, port: int, configured: str) -> bool:
 
     import psutil  # type: ignore[import-untyped]
 
-    from relevo.api.hosts import is_loopback
+    from relevo.config import is_loopback
 
     if not is_loopback(host):
         return True

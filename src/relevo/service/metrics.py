@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -14,67 +16,46 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = self.registry
-        self.requests = Counter(
-            "relevo_requests", "Requests that ended, by outcome.", ["model", "route", "outcome"], registry=r
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        by_route = ["model", "route"]
+
+        self.requests = counter("relevo_requests", "Requests that ended, by outcome.", [*by_route, "outcome"])
+        self.refusals = counter("relevo_refusals", "Requests refused at admission, by reason.", ["model", "reason"])
+        self.queued = gauge("relevo_queue_requests", "Requests waiting in a lane.", by_route)
+        self.running = gauge("relevo_running_requests", "Requests running on a route.", by_route)
+        self.tokens = counter("relevo_tokens", "Tokens read and written.", [*by_route, "direction"])
+        self.handovers = counter(
+            "relevo_handovers", "Requests that lost their route, by what followed.", ["model", "outcome"]
         )
-        self.refusals = Counter(
-            "relevo_refusals", "Requests refused at admission, by reason.", ["model", "reason"], registry=r
+        self.stale_frames = counter("relevo_stale_frames", "Frames of an overtaken attempt, dropped.")
+        self.worker_exits = counter("relevo_worker_exits", "Worker deaths, by kind.", [*by_route, "kind"])
+        self.worker_up = gauge("relevo_worker_serving", "1 while the worker of this route serves.", by_route)
+        self.device_leased = gauge("relevo_device_leased_bytes", "Memory leased on a device.", ["device"])
+        self.device_available = gauge(
+            "relevo_device_available_bytes", "Memory a lease could still take; absent when unknown.", ["device"]
         )
-        self.queued = Gauge("relevo_queue_requests", "Requests waiting in a lane.", ["model", "route"], registry=r)
-        self.running = Gauge("relevo_running_requests", "Requests running on a route.", ["model", "route"], registry=r)
-        self.queue_wait = Histogram(
+        self.breaker = gauge("relevo_breaker_state", "1 for the state the device's breaker is in.", ["device", "state"])
+        self.loop_lag = gauge("relevo_event_loop_lag_seconds", "How late the event loop's last tick was.")
+        self.queue_wait = histogram(
             "relevo_queue_wait_seconds",
             "Time from acceptance to the first attempt.",
-            ["model", "route"],
-            registry=r,
+            by_route,
             buckets=FIRST_TOKEN_BUCKETS_S,
         )
-        self.first_token = Histogram(
+        self.first_token = histogram(
             "relevo_time_to_first_token_seconds",
-            "Time from acceptance to the first output.",
-            ["model", "route"],
-            registry=r,
+            "Time from acceptance to output.",
+            by_route,
             buckets=FIRST_TOKEN_BUCKETS_S,
         )
-        self.per_token = Histogram(
-            "relevo_time_per_output_token_seconds",
-            "Mean time per output token of an ended request.",
-            ["model", "route"],
-            registry=r,
-            buckets=TOKEN_BUCKETS_S,
+        self.per_token = histogram(
+            "relevo_time_per_output_token_seconds", "Mean of an ended request.", by_route, buckets=TOKEN_BUCKETS_S
         )
-        self.tokens = Counter("relevo_tokens", "Tokens read and written.", ["model", "route", "direction"], registry=r)
-        self.handovers = Counter(
-            "relevo_handovers",
-            "Requests that changed route after they ran, by how they went on.",
-            ["model", "outcome"],
-            registry=r,
+        self.accept_commit = histogram(
+            "relevo_accept_commit_seconds", "Time of an acceptance's durable commit.", buckets=COMMIT_BUCKETS_S
         )
-        self.stale_frames = Counter("relevo_stale_frames", "Frames of an overtaken attempt, dropped.", registry=r)
-        self.worker_exits = Counter(
-            "relevo_worker_exits", "Worker deaths, by kind.", ["model", "route", "kind"], registry=r
-        )
-        self.worker_up = Gauge(
-            "relevo_worker_serving", "1 while the worker of this route serves.", ["model", "route"], registry=r
-        )
-        self.device_leased = Gauge("relevo_device_leased_bytes", "Memory leased on a device.", ["device"], registry=r)
-        self.device_available = Gauge(
-            "relevo_device_available_bytes",
-            "Memory a lease could still take; absent when unknown.",
-            ["device"],
-            registry=r,
-        )
-        self.breaker = Gauge(
-            "relevo_breaker_state", "1 for the state the device's breaker is in.", ["device", "state"], registry=r
-        )
-        self.accept_commit = Histogram(
-            "relevo_accept_commit_seconds",
-            "Time of an acceptance's durable commit.",
-            registry=r,
-            buckets=COMMIT_BUCKETS_S,
-        )
-        self.loop_lag = Gauge("relevo_event_loop_lag_seconds", "How late the event loop's last tick was.", registry=r)
 
     def exposition(self) -> bytes:
         """The text that /metrics answers."""

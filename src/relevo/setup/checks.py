@@ -7,7 +7,6 @@ finding and not a hanging doctor.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
-from relevo.config import Config
+from relevo.config import Config, is_loopback
 from relevo.core.errors import RelevoError
 from relevo.models.gguf import read_header
 from relevo.setup import demo, libraries
@@ -297,7 +296,7 @@ def check_keys(host: str, state_dir: Path) -> list[Check]:
     """Who may call: this machine only, or whoever holds a key."""
     keys = sum(1 for _ in _working_keys(state_dir / "keys.json"))
     held = f"{keys} key{'' if keys == 1 else 's'}" if keys else "no key"
-    if _is_loopback(host):
+    if is_loopback(host):
         return [Check("keys", True, f"{held}; only this machine can reach {host}")]
     if keys:
         return [Check("keys", True, f"{held}; every caller on {host} needs one")]
@@ -311,15 +310,6 @@ def _working_keys(path: Path) -> Iterator[Any]:
         yield from (key for key in raw["keys"] if key.get("revoked") is None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _file_bytes(path: str) -> int:
