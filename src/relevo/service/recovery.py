@@ -98,6 +98,7 @@ def _restore_checkpoints(work: Work, record: RequestRecord) -> None:
         choice.finish = saved.finish
         work.events.append(Delta(choice=saved.choice, text=saved.text, tokens=choice.tokens, finish=saved.finish))
     work.checkpointed_tokens = work.output_tokens
+    work.delivered = work.ask.stream and work.output_tokens > 0  # unknown is treated as yes
     if work.state is RequestState.RESUMABLE:
         work.error = resumable_error(work, f"{work.reason} What was delivered so far is kept.")
         work.events.append(Ended(state="resumable", usage=work.usage, relevo={}, reason=work.reason, error=work.error))

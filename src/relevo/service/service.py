@@ -373,7 +373,8 @@ class RelevoService:
         if work is None or work.state is not RequestState.RESUMABLE:
             state = "ended" if work is None else str(work.state)
             raise Conflict(f"Only a resumable request can be resumed; this one is {state}.")
-        return self._resume(work, start=len(work.events))
+        # Of an answer that is not streamed nobody was given anything yet.
+        return self._resume(work, start=len(work.events) if work.ask.stream else 0)
 
     def _resume(self, work: Work, *, start: int) -> WorkTicket:
         if self.draining:

@@ -55,7 +55,7 @@ class WorkTicket:
         while True:
             # A restart truncates events that nobody was given, so our place may lie past the end.
             self._next = min(self._next, len(events))
-            if self._next < len(events) and work.may_leave(self._next):
+            if self._next < len(events) and work.may_leave(self._next) and (stream or self._is_final(events)):
                 event = events[self._next]
                 self._next += 1
                 if type(event) is Delta:  # almost every one
@@ -76,6 +76,14 @@ class WorkTicket:
                 waiting = self._waiting(work)
                 if waiting is not None:
                     yield waiting
+
+    def _is_final(self, events: list[ServiceEvent]) -> bool:
+        """Whether the event at our place can no longer be taken back.
+
+        The output of a request that is not streamed is given at the end only: until then a lost route takes it all
+        back, and whoever had collected some of it would have it twice.
+        """
+        return type(events[self._next]) is not Delta or isinstance(events[-1], Ended)
 
     async def leave(self) -> None:
         """The caller went away. A request that is not kept, and has no other caller, is cancelled."""
