@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from relevo.core.errors import ConfigError
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveSeconds = Annotated[float, Meta(gt=0)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]  # thirty years; no timer takes infinity
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 
 
@@ -192,9 +193,44 @@ def parse_config(text: str, source: str = "the configuration") -> Config:
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{source}: {e}.") from None
+        raise ConfigError(f"{source}: {_plain_mistake(raw, str(e))}.") from None
     check_config(config, source)
     return config
+
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"^Object (?P<kind>missing required|contains unknown) field `(?P<name>[^`]*)`$")
+
+
+def _plain_mistake(raw: dict[str, Any], message: str) -> str:
+    """A validation message as a sentence that begins with the path of the mistake, as the file writes it."""
+    path, what = _split(message)
+    for table, kind in (("devices", DeviceConfig), ("models", ModelConfig)):
+        if path.startswith(f"{table}[...]"):
+            path, what = _named_mistake(table, raw[table], kind)
+    field = _FIELD.match(what)
+    if field is not None:
+        path = f"{path}.{field['name']}".removeprefix(".")
+        what = "missing" if field["kind"] == "missing required" else "not a known name here"
+        return f"{path} is {what}"
+    return f"{path} is not valid: {what[:1].lower()}{what[1:]}" if path else what
+
+
+def _named_mistake(table: str, items: dict[str, Any], kind: type[_Section]) -> tuple[str, str]:
+    """Path and words of the first mistake in a table of named ones: the message of the whole does not say in which."""
+    for name, item in items.items():
+        try:
+            msgspec.convert(item, kind)
+        except msgspec.ValidationError as e:
+            path, what = _split(str(e))
+            return f"{table}.{name}.{path}".removesuffix("."), what
+    raise AssertionError("the whole has a mistake that none of its parts has")
+
+
+def _split(message: str) -> tuple[str, str]:
+    match = _AT.match(message)
+    assert match is not None
+    return match["path"] or "", match["what"]
 
 
 def _empty_devices_are_none(raw: dict[str, Any]) -> None:

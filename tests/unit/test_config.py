@@ -108,17 +108,17 @@ def test_an_empty_file_is_all_defaults() -> None:
 
 def test_an_unknown_field_is_named_with_its_path() -> None:
     message = mistake("[server]\nhots = 'x'")
-    assert "relevo.toml" in message and "hots" in message and "$.server" in message
+    assert "relevo.toml" in message and "hots" in message and "server.hots" in message
 
 
 def test_a_wrong_type_is_named_with_its_path() -> None:
-    assert "$.server.port" in mistake("[server]\nport = 'many'")
+    assert "server.port" in mistake("[server]\nport = 'many'")
 
 
 def test_a_value_out_of_range_is_named_with_its_path() -> None:
-    assert "$.server.port" in mistake("[server]\nport = 70000")
-    assert "$.limits.choices" in mistake("[limits]\nchoices = 9")
-    assert "slots" in mistake("[devices.gpu0]\n[models.m]\npath='p'\nslots = 0")
+    assert "server.port" in mistake("[server]\nport = 70000")
+    assert "limits.choices" in mistake("[limits]\nchoices = 9")
+    assert "models.m.slots" in mistake("[devices.gpu0]\n[models.m]\npath='p'\nslots = 0")
 
 
 def test_broken_toml_is_one_sentence_with_the_line() -> None:
@@ -167,4 +167,4 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["models = 3", "[models]\nm = 1", "models = []"])
 def test_models_that_are_no_tables_are_a_clear_mistake(text: str) -> None:
-    assert "$.models" in mistake(text)
+    assert "models" in mistake(text)
