@@ -32,8 +32,10 @@ threads = 1
 """Both routes compute bit-equal and batches change nothing: every answer has one right text, whoever was killed."""
 
 STORY = "Tell me a long story about a lighthouse."
-LONG_STORY = "The keeper counted the ships that passed the lighthouse in the night. " * 215 + STORY
-"""About 3,000 tokens: read in seconds, so that there is time to kill in the middle of reading."""
+LONG_STORY = "The keeper counted the ships that passed the lighthouse in the night. " * 42 + STORY
+"""About 600 tokens, and bit-equal reading is slow: there is time to kill in the middle of it."""
+LONGER_STORY = "The keeper counted the ships that passed the lighthouse in the night. " * 212 + STORY
+"""About 3,000 tokens, for the fast profile."""
 
 
 def equal_config() -> str:
@@ -147,12 +149,43 @@ def tokens_of(house: House, request_id: str) -> int:
     return int(result["usage"]["completion_tokens"]) if result else 0
 
 
-def both_serve(house: House) -> None:
-    """Workers that back off or gave up are started now, as a person would; then both routes serve."""
-    wait_for("someone to see the death", lambda: True)
-    for name in ("gpu0", "host"):
-        house.http.post(f"/relevo/v1/devices/{name}/probe")
-    wait_for("both routes", lambda: all(r["state"] == "serving" for r in house.status()["replicas"]), 30)
+def both_serve(house: House, *killed: int) -> None:
+    """Both routes serve again, without the killed ones. Back-off and give-up are ended, as a person would end them."""
+
+    def serve() -> bool:
+        replicas = house.status()["replicas"]
+        if any(r["pid"] in killed for r in replicas):
+            return False
+        for r in replicas:
+            if r["state"] in ("waiting", "given_up"):
+                house.http.post(f"/relevo/v1/devices/{r['device']}/probe")
+        return all(r["state"] == "serving" for r in replicas)
+
+    wait_for("both routes to serve", serve, 60, 0.1)
+
+
+class Person(threading.Thread):
+    """Starts again what was given up (six deaths in ten minutes do that), as the log asks a person to."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__(daemon=True)
+        self._house = house
+        self._gone = threading.Event()
+        self.asked = 0
+        self.start()
+
+    def run(self) -> None:
+        with httpx2.Client(base_url=self._house.url, timeout=10) as http:
+            while not self._gone.wait(0.3):
+                with contextlib.suppress(httpx2.HTTPError):
+                    for r in http.get("/relevo/v1/status").json()["replicas"]:
+                        if r["state"] == "given_up":
+                            http.post(f"/relevo/v1/devices/{r['device']}/probe")
+                            self.asked += 1
+
+    def leave(self) -> None:
+        self._gone.set()
+        self.join()
 
 
 def assert_accounted(house: House, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -194,6 +227,8 @@ def assert_sound(house: House, ids: set[str]) -> None:
     with JournalReader(house.state) as snapshot:
         assert audit(snapshot) == []
         kept = {row[0] for row in snapshot.connection.execute("SELECT id FROM requests")}
-        torn = list(snapshot.connection.execute("SELECT id FROM requests WHERE state IN ('accepted','queued','running')"))
+        torn = list(
+            snapshot.connection.execute("SELECT id FROM requests WHERE state IN ('accepted','queued','running')")
+        )
     assert ids <= kept, f"{len(ids - kept)} ids that clients saw are not in the journal"
     assert not torn, f"left open by a clean stop with nothing to do: {torn}"

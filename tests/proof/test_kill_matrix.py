@@ -1,252 +1,258 @@
-"""The GPU worker is killed and stopped at every state of every kind of request; nothing is lost, doubled or left."""
+"""Every process is killed or stopped at every state of a request, in every way of asking; nothing is lost or doubled.
+
+Both routes compute bit-equal here, so the one right text of each answer is known beforehand: a token that is missing,
+doubled or drawn again differently is seen, whoever was killed.
+"""
 
 from __future__ import annotations
 
-import os
+import itertools
 import signal
+import socket
 import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.acceptance.house import House, wait_for
+from tests.acceptance.house import House, process_of, stream_lines, wait_for
 
-from .callers import CONTINUOUS, FOUR, KEPT, KINDS, LONG_PROMPT, PLAIN, STREAM, Call, Kind, accepted_id, call, known_ids
-from .reckoning import Log, alive, assert_accounted, assert_clean_after, figures
+from .calls import (
+    LONG_STORY,
+    LONGER_STORY,
+    STORY,
+    Call,
+    Person,
+    assert_empty,
+    assert_sound,
+    body,
+    both_serve,
+    equal_config,
+    id_of,
+    leased,
+    tokens_of,
+)
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
 
-SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-DETECTED_WITHIN_MS = {"killed": 250.0, "stopped": 3500.0}
-"""Death is seen by the socket's end; a silent worker is fenced after 3 s."""
-SLACK_MS = 500.0
-"""Two cores that other tests share."""
-END_TOKENS = 48
-DECODE_TOKENS = 120
-
-
-def all_serving(house: House, timeout_s: float = 40.0) -> None:
-    wait_for(
-        "every worker to serve", lambda: all(r["state"] == "serving" for r in house.status()["replicas"]), timeout_s
-    )
-
-
-def blockers(house: House) -> list[Call]:
-    """Both routes' slots are all taken, for much longer than a test takes."""
-    full = []
-    for policy in ("gpu-only", "cpu-only"):
-        known = known_ids(house)
-        full.append(call(house, Kind("blocker", choices=8), 900, policy=policy))
-        house.wait_state(accepted_id(house, known), "running")
-    return full
-
-
-def reach(house: House, c: Call, request_id: str, moment: str) -> None:
-    """Wait until the request is at the moment."""
-    if moment == "queued":
-        house.wait_state(request_id, "queued")
-        time.sleep(0.1)
-        assert house.record(request_id)["state"] == "queued"
-    elif moment == "prefill":
-        house.wait_state(request_id, "running")
-        time.sleep(0.4)
-        assert written(house, request_id) == 0, "it was past its prefill already"
-    else:
-        share = c.tokens * c.kind.choices
-        goal = 12 if moment == "decode" else share - 4 * c.kind.choices
-        wait_for(f"{goal} tokens", lambda: written(house, request_id) >= goal, 60, 0.002)
+TOKENS = 64
+PHASES = ("queued", "prefill", "decode", "end")
+MODES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "plain": ({}, {}),
+    "stream": ({"stream": True}, {}),
+    "kept": ({"stream": True}, {"Idempotency-Key": "?"}),
+    "four": ({"n": 4}, {}),
+    "continuous": ({"stream": True}, {"x-relevo-handover": "continuous"}),
+}
+numbers = itertools.count()
 
 
-def written(house: House, request_id: str) -> int:
-    result = house.record(request_id)["result"]
-    return 0 if result is None else int(result["usage"]["completion_tokens"])
+class Street:
+    """A service whose workers are killed again and again, with the right answers learned from it while nobody was."""
 
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.ids: set[str] = set()
+        self.outcomes: Counter[str] = Counter()
+        self.gaps_ms: list[float] = []
+        self.right: dict[tuple[str, int], dict[int, str]] = {}
+        for prompt, n in ((STORY, 1), (STORY, 4), (LONG_STORY, 1), (LONG_STORY, 4)):
+            call = Call(house.url, body(TOKENS, prompt=prompt, n=n)).finish()
+            assert call.status == 200, call.answer
+            self.right[prompt, n] = call.texts
+        self.prompt_tokens = call.answer["usage"]["prompt_tokens"] if call.answer else 0
+        self.loaded = leased(house)
 
-def start_at(house: House, kind: Kind, moment: str) -> tuple[Call, str, list[Call]]:
-    """A call that has reached the moment, its id, and those who block its way."""
-    full = blockers(house) if moment == "queued" else []
-    known = known_ids(house)
-    tokens = {"queued": 24, "prefill": 16, "decode": DECODE_TOKENS, "end": END_TOKENS}[moment]
-    c = call(house, kind, tokens, LONG_PROMPT if moment == "prefill" else "Tell me a long story about a lighthouse.")
-    request_id = accepted_id(house, known)
-    reach(house, c, request_id, moment)
-    return c, request_id, full
+    def call(self, mode: str, prompt: str = STORY, tokens: int = TOKENS) -> Call:
+        more, headers = MODES[mode]
+        headers = {k: v.replace("?", f"key-{next(numbers)}") for k, v in headers.items()}
+        return Call(self.house.url, body(tokens, prompt=prompt, **more), headers)
 
-
-def detection_ms(house: House, route: str, at: float) -> float:
-    """From the signal to when the death was known."""
-    death = wait_for(
-        "the death to be known",
-        lambda: (d := house.replica(route)["last_death"]) is not None and d["at"] >= at and d,
-        10,
-        0.01,
-    )
-    return round((death["at"] - at) * 1000, 1)
-
-
-def expected_end(kind: Kind, delivered: bool) -> str:
-    """Only a stream whose output was delivered, and whose client did not allow going on, comes to rest."""
-    return "resumable" if delivered and kind.stream and kind.handover != "continuous" else "completed"
-
-
-def go_on(house: House, c: Call, request_id: str) -> None:
-    """A resting request is taken up: a kept one by its key, another by its address; what was delivered stays."""
-    if c.kind.kept:
-        again = Call(house, c.kind, c.tokens, c.prompt, key=c.key).start().end()
-        assert again.ok, (again.status, again.error, again.broken)
-        assert again.request_id == request_id
-        assert again.texts[0].startswith(c.texts.get(0, ""))
-        return
-    resumed = house.http.post(f"/relevo/v1/requests/{request_id}/resume", json={})
-    assert resumed.status_code == 200, resumed.text
-
-
-def cell(house: House, kind: Kind, moment: str, how: str, log: Log) -> list[Call]:
-    """One state, one kind, one signal; the house is left as it was found."""
-    all_serving(house)
-    c, request_id, full = start_at(house, kind, moment)
-    seen = c.seen
-    at = time.time()
-    began = time.monotonic()
-    pid = house.kill_worker("gpu", SIGNALS[how])
-    noticed_ms = detection_ms(house, "gpu", at)
-    for record in house.records(limit="100"):
-        if full and record["state"] in ("queued", "running") and record["id"] != request_id:
-            house.http.post(f"/relevo/v1/requests/{record['id']}/cancel")
-    c.end()
-    record = house.wait_state(request_id, "completed", "resumable", timeout_s=120)
-    rested = record["state"] == "resumable"
-    if rested:
-        assert c.error is not None and c.error["code"] == "resumable" and not c.done, (c.error, c.done)
-        go_on(house, c, request_id)
-    else:
-        assert c.ok, (c.status, c.error, c.broken)
-    record = house.wait_state(request_id, "completed", timeout_s=120)
-    assert record["result"]["usage"]["completion_tokens"] == c.tokens * kind.choices
-    all_serving(house)
-    recovery_ms = round((time.monotonic() - began) * 1000)
-    assert not alive(pid), "a fenced worker is gone"
-    handovers = record["relevo"]["handovers"]
-    check_path(kind, moment, rested=rested, seen=seen, record=record)
-    if kind is CONTINUOUS:
-        check_going_on(c, handovers)
-    gaps = [h["gap_ms"] for h in handovers if h["gap_ms"] is not None]
-    log.say(moment, noticed_ms=noticed_ms, gaps_ms=gaps, back_ms=recovery_ms, rested=rested, attempts=record["attempts"])
-    assert noticed_ms < DETECTED_WITHIN_MS[how] + SLACK_MS
-    NOTICED.setdefault(how, []).append(noticed_ms)
-    BACK.setdefault(how, []).append(recovery_ms)
-    GAPS.setdefault(how, []).extend(gaps if not rested else [])
-    for other in full:
-        other.end()
-    return [c, *full]
-
-
-NOTICED: dict[str, list[float]] = {}
-BACK: dict[str, list[float]] = {}
-GAPS: dict[str, list[float]] = {}
-
-
-def check_path(kind: Kind, moment: str, *, rested: bool, seen: int, record: dict[str, Any]) -> None:
-    """The table of what happens at which moment."""
-    if moment == "queued":
-        assert not rested and record["attempts"] == 1, "what was queued moves, and has nothing to carry"
-    if moment == "prefill":
-        assert not rested and record["attempts"] == 2
-        assert [h["grade"] for h in record["relevo"]["handovers"]] == ["boundary"]
-    if moment == "decode":
-        assert record["attempts"] == 2
-        assert rested == (expected_end(kind, seen > 0) == "resumable")
-
-
-def check_going_on(c: Call, handovers: list[dict[str, Any]]) -> None:
-    """A stream that went on told at which token, and that is where it stood."""
-    for handover in handovers:
-        if handover["grade"] == "continuous":
-            assert handover["at_token"] in c.counted_at_route, (handover, c.counted_at_route)
-            assert (handover["from"], handover["to"]) == ("gpu", "cpu")
-
-
-@pytest.mark.parametrize("how", SIGNALS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-def test_a_gpu_worker_that_falls_at_any_moment_loses_nothing(build, kind: Kind, how: str) -> None:
-    house: House = build().start()
-    log = Log(f"gpu {how}, {kind.name}")
-    calls: list[Call] = []
-    for moment in ("decode", "queued", "end", "prefill"):
-        calls += cell(house, kind, moment, how, log)
-    assert_accounted(house, calls)
-    log.say("ended", **assert_clean_after(house))
-    figures(f"detection when {how}", NOTICED[how])
-    figures(f"back when {how}", BACK[how])
-    figures(f"gaps when {how}", GAPS[how])
-
-
-@pytest.mark.parametrize("how", SIGNALS)
-@pytest.mark.parametrize("kind", [PLAIN, FOUR, CONTINUOUS], ids=lambda k: k.name)
-def test_a_cpu_twin_that_falls_with_handed_over_work_loses_nothing(build, kind: Kind, how: str) -> None:
-    house: House = build().start()
-    log = Log(f"gpu killed, then cpu {how}, {kind.name}")
-    known = known_ids(house)
-    c = call(house, kind, 200)
-    request_id = accepted_id(house, known)
-    reach(house, c, request_id, "decode")
-    house.kill_worker("gpu")
-    wait_for("the twin to write", lambda: writes_on(house, request_id, "cpu"), 30, 0.005)
-    at = time.time()
-    house.kill_worker("cpu", SIGNALS[how])
-    noticed_ms = detection_ms(house, "cpu", at)
-    c.end()
-    assert c.ok, (c.status, c.error, c.broken)
-    all_serving(house)
-    record = assert_accounted(house, [c])[request_id]
-    assert record["attempts"] == 3
-    handovers = record["relevo"]["handovers"]
-    assert [h["from"] for h in handovers] == ["gpu", "cpu"]
-    log.say("ended", noticed_ms=noticed_ms, gaps_ms=[h["gap_ms"] for h in handovers], **assert_clean_after(house))
-
-
-def writes_on(house: House, request_id: str, route: str) -> bool:
-    record = house.record(request_id)
-    gap = (record["relevo"]["handovers"] or [{"gap_ms": None}])[-1]["gap_ms"]
-    return record["relevo"]["route"] == route and gap is not None
-
-
-@pytest.mark.parametrize("kind", [PLAIN, STREAM, KEPT, FOUR], ids=lambda k: k.name)
-def test_a_client_that_leaves_at_any_moment_ends_its_request_unless_it_is_kept(build, kind: Kind) -> None:
-    house: House = build().start()
-    log = Log(f"client gone, {kind.name}")
-    calls: list[Call] = []
-    for moment in ("accepted", "queued", "prefill", "decode", "end"):
-        known = known_ids(house)
-        if moment == "accepted":
-            c, full = call(house, kind, 40), []
-            request_id = accepted_id(house, known)
+    def reach(self, phase: str, mode: str) -> tuple[Call, str, list[Call]]:
+        """A request in the phase, and those that fill the slots before it."""
+        known = {r["id"] for r in self.house.records(limit="1000")}
+        fillers: list[Call] = []
+        if phase == "queued":
+            fillers = [
+                Call(self.house.url, body(40, n=4), {"x-relevo-policy": policy}) for policy in ("gpu-only", "cpu-only")
+            ]
+            wait_for("the slots to be full", lambda: len(self.house.records(state="running")) == 2)
+            known |= {r["id"] for r in self.house.records(limit="1000")}
+        call = self.call(mode, LONG_STORY if phase == "prefill" else STORY)
+        request_id = id_of(self.house, call, known)
+        states = ("queued",) if phase == "queued" else ("running",)
+        self.house.wait_state(request_id, *states)
+        if phase == "prefill":
+            time.sleep(0.3)
+            assert tokens_of(self.house, request_id) == 0, "the prompt was read too fast for this proof"
         else:
-            c, request_id, full = start_at(house, kind, moment)
-        at = time.monotonic()
-        c.leave()
-        if not kind.kept:
-            record = house.wait_state(request_id, "cancelled", "completed", timeout_s=5)
-            assert record["state"] == "cancelled" or moment == "end", record
-        told_ms = round((time.monotonic() - at) * 1000)
-        for other in full:
-            other.leave()
-        record = house.wait_state(request_id, "cancelled", "completed", timeout_s=90)
-        if kind.kept:
+            wanted = {"queued": 0, "decode": TOKENS // 3, "end": TOKENS - 4}[phase] * call.ask.get("n", 1)
+            wait_for("its tokens", lambda: tokens_of(self.house, request_id) >= wanted, every_s=0.002)
+        return call, request_id, fillers
+
+    def settle(self, call: Call, request_id: str, mode: str) -> str:
+        """Its end, resumed if it rests. Every text is compared with the one right one. Returns how it came there."""
+        call.finish()
+        n = call.ask.get("n", 1)
+        right = self.right[call.ask["messages"][0]["content"], n]
+        record = self.house.wait_state(request_id, "completed", "resumable", timeout_s=60)
+        way = "completed" if not call.handovers else "handed over"
+        if record["state"] == "resumable":
+            way = "resumed"
+            assert mode in ("stream", "kept"), f"a request of the kind {mode} must be completed: {record['reason']}"
+            assert call.error is not None and call.error["code"] == "resumable" and not call.done
+            seen = call.texts.get(0, "")
+            assert seen and right[0].startswith(seen), "what was delivered is no prefix of the answer"
+            assert record["result"]["choices"][0]["text"] == seen, "the record and the client differ"
+            if mode == "kept":
+                again = Call(self.house.url, call.ask, call.headers).finish()
+                assert again.request_id == request_id and again.done and again.texts == right
+            else:
+                with self.house.http.stream("POST", call.error["resume"], json={"stream": True}) as answer:
+                    rest = Call.__new__(Call)
+                    rest.texts, rest.chunks, rest.done, rest.error, rest.handovers = {}, 0, False, None, []
+                    for line in stream_lines(answer):
+                        rest.take_line("data: " + line)
+                assert rest.done and seen + rest.texts.get(0, "") == right[0], "the resumed rest does not fit"
+        else:
+            assert call.status == 200 and call.done, (call.status, call.error, call.broken)
+            assert call.texts == right, f"{mode}: another text than nobody's kill gives"
+        record = self.house.wait_state(request_id, "completed")
+        assert [c["text"] for c in record["result"]["choices"]] == [right[i] for i in range(n)]
+        assert record["result"]["usage"]["completion_tokens"] == TOKENS * n
+        self.gaps_ms += [h["gap_ms"] for h in record["relevo"]["handovers"] if h["gap_ms"] is not None]
+        self.ids.add(request_id)
+        self.outcomes[way] += 1
+        return way
+
+
+@pytest.fixture(scope="module")
+def street(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Street]:
+    house = House(tmp_path_factory.mktemp("street") / "state", "--host", "127.0.0.1", config=equal_config()).start()
+    person = Person(house)
+    try:
+        yield Street(house)
+    finally:
+        person.leave()
+        house.close()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_gpu_worker_is_lost_at_every_state_of_every_kind_of_request(
+    street: Street, phase: str, sig: signal.Signals
+) -> None:
+    house = street.house
+    for mode in MODES:
+        call, request_id, fillers = street.reach(phase, mode)
+        route = house.record(request_id)["relevo"]["route"]
+        pid = house.kill_worker("gpu", sig)
+        began = time.monotonic()
+        way = street.settle(call, request_id, mode)
+        for filler in fillers:
+            assert filler.finish().status == 200 and filler.texts, filler.error
+        if mode == "continuous" and phase == "decode":
+            handover = house.record(request_id)["relevo"]["handovers"][-1]
+            assert (handover["to"], handover["grade"]) == ("cpu", "continuous") and handover["at_token"] > 0
+        both_serve(house, pid)
+        assert_empty(house, street.loaded)
+        assert process_of(pid) is None or process_of(pid).status() == psutil.STATUS_ZOMBIE  # type: ignore[union-attr]
+        print(f"{phase:8} {mode:10} {sig.name}: on {route}, {way}, whole after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_gpu_worker_is_lost_while_it_reads_a_prompt_of_3000_tokens(tmp_path: Path, sig: signal.Signals) -> None:
+    house = House(tmp_path / "state", "--demo").start()
+    ids: set[str] = set()
+    person = Person(house)
+    try:
+        loaded = leased(house)
+        for mode, (more, headers) in MODES.items():
+            named = {k: v.replace("?", f"key-{mode}") for k, v in headers.items()}
+            call = Call(house.url, body(24, prompt=LONGER_STORY, model="demo", **more), named)
+            request_id = id_of(house, call, ids)
+            house.wait_state(request_id, "running")
+            time.sleep(0.5)
+            assert tokens_of(house, request_id) == 0, "the prompt was read too fast for this proof"
+            pid = house.kill_worker("gpu", sig)
+            began = time.monotonic()
+            call.finish()
+            assert call.status == 200 and call.done and call.handovers, (call.status, call.error, call.broken)
+            result = house.wait_state(request_id, "completed")["result"]
+            assert {c["index"]: c["text"] for c in result["choices"]} == call.texts
+            assert result["usage"]["completion_tokens"] == 24 * len(call.texts) and len(call.texts) == more.get("n", 1)
+            ids.add(request_id)
+            both_serve(house, pid)
+            assert_empty(house, loaded)
+            took_s, read = time.monotonic() - began, result["usage"]["prompt_tokens"]
+            print(f"{read} tokens, {mode:10} {sig.name}: whole after {took_s:.1f} s")
+        person.leave()
+        assert_sound(house, ids)
+    finally:
+        person.leave()
+        house.close()
+
+
+def let_the_twin_work(house: House, request_id: str) -> None:
+    """Until some tokens came from the twin."""
+    wait_for("the twin to have it", lambda: house.record(request_id)["relevo"]["route"] == "cpu", every_s=0.005)
+    before = tokens_of(house, request_id)
+    wait_for("the twin to go on", lambda: tokens_of(house, request_id) >= before + 3, every_s=0.005)
+
+
+def test_the_twin_is_killed_while_it_holds_handed_over_work(street: Street) -> None:
+    house = street.house
+    for mode in ("plain", "continuous", "four"):
+        call, request_id, _ = street.reach("decode", mode)
+        gpu = house.kill_worker("gpu")
+        let_the_twin_work(house, request_id)
+        cpu = house.kill_worker("cpu")
+        street.settle(call, request_id, mode)
+        assert house.record(request_id)["attempts"] >= 3
+        both_serve(house, gpu, cpu)
+        assert_empty(house, street.loaded)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_leaves_at_every_state(street: Street, phase: str) -> None:
+    house = street.house
+    for mode in ("plain", "stream", "kept"):
+        call, request_id, fillers = street.reach(phase, mode)
+        cut(call)
+        record = house.wait_state(request_id, "completed", "cancelled")
+        if mode == "kept":
             assert record["state"] == "completed", "a kept request goes on without its client"
-            go_on(house, c, request_id)
-        log.say(moment, state=record["state"], ms=told_ms)
-        calls += [c, *full]
-    assert_accounted(house, calls)
-    log.say("ended", **assert_clean_after(house))
+            again = Call(house.url, call.ask, call.headers).finish()
+            assert again.request_id == request_id and again.done
+        elif phase != "end":
+            assert record["state"] == "cancelled", "nobody wants its answer"
+        for filler in fillers:
+            assert filler.finish().status == 200
+        street.ids.add(request_id)
+        street.outcomes[record["state"]] += 1
+        assert_empty(house, street.loaded)
 
 
-def test_a_deaf_worker_process_leaves_no_orphan_when_the_service_stops(build) -> None:
-    house: House = build().start()
-    pids = house.worker_pids()
-    c = call(house, PLAIN, 500)
-    accepted_id(house, set())
-    os.kill(int(house.replica("gpu")["pid"]), signal.SIGSTOP)
-    assert house.stop() == 0
-    c.end()
-    assert not [pid for pid in pids if alive(pid)]
+def cut(call: Call) -> None:
+    """Its connection breaks, as when the client's process ends."""
+    mine = [
+        c
+        for c in psutil.Process().net_connections("tcp")
+        if c.raddr and c.raddr.port == int(call.url.rsplit(":", 1)[1])
+    ]
+    pool = call.http._transport._pool  # type: ignore[attr-defined]  # no public way to break a connection in use
+    for connection in pool.connections:
+        stream = connection._connection._network_stream
+        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    assert mine
+
+
+def test_the_street_is_as_it_was_after_all_of_it(street: Street) -> None:
+    assert street.outcomes.total() >= 40 and street.outcomes["handed over"] >= 10 and street.outcomes["resumed"] >= 4
+    gaps = sorted(street.gaps_ms)
+    print(f"prompt in prefill {street.prompt_tokens} tokens; {dict(street.outcomes)}; {len(gaps)} gaps in ms:")
+    print(f"  median {gaps[len(gaps) // 2]:.0f}, longest {gaps[-1]:.0f}")
+    assert_sound(street.house, street.ids)
