@@ -70,9 +70,14 @@ def room(place: Path) -> int:
     return free.f_bavail * free.f_bsize
 
 
+BULK = [{"type": "function", "function": {"name": "noop", "description": "x" * 230_000}}]
+"""The model's template does not render it, but the journal keeps it: the log, whose pages are used again, must grow."""
+
+
 def refusal(house: House) -> Call | None:
-    """A small request, refused or not."""
-    c = call(house, PLAIN, 4).end()
+    """A request of a few tokens that takes space in the journal, refused or not."""
+    c = call(house, PLAIN, 4, more={"tools": BULK}).end()
+    assert c.ok or c.status == 503, (c.status, c.error, c.broken)
     return c if c.status == 503 else None
 
 
@@ -100,6 +105,7 @@ def test_a_disk_that_runs_full_refuses_the_new_and_ends_the_accepted(disk: Path,
     assert status["state"] == "degraded"
     assert any("disk is full" in r.lower() for r in status["reasons"]), status["reasons"]
     ready = house.http.get("/ready").json()
+    assert ready["status"] == "degraded"
     log.say("ready", **{k: ready[k] for k in ("status", "reasons") if k in ready})
     for c in running:
         c.end(120)

@@ -25,10 +25,16 @@ END_TOKENS = 48
 DECODE_TOKENS = 120
 
 
-def all_serving(house: House, timeout_s: float = 40.0) -> None:
-    wait_for(
-        "every worker to serve", lambda: all(r["state"] == "serving" for r in house.status()["replicas"]), timeout_s
-    )
+def all_serving(house: House, timeout_s: float = 60.0) -> None:
+    """Every worker serves, and no breaker keeps work from it."""
+
+    def well() -> bool:
+        status = house.status()
+        return all(r["state"] == "serving" for r in status["replicas"]) and all(
+            d["breaker"]["state"] == "closed" for d in status["devices"]
+        )
+
+    wait_for("every worker to serve", well, timeout_s)
 
 
 def blockers(house: House) -> list[Call]:

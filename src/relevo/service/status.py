@@ -310,12 +310,13 @@ class StatusBoard:
         if draining:
             return False, {"status": "draining", "degraded": True}
         serving = [r for m in self._models.values() for r in m.routes.values() if r.serving]
-        degraded = any(m.degraded for m in self._models.values())
+        trouble = self._trouble()
+        degraded = trouble is not None or any(m.degraded for m in self._models.values())
         if serving:
             return True, {
                 "status": "degraded" if degraded else "ok",
                 "degraded": degraded,
-                "reasons": self._reasons(self._trouble()),
+                "reasons": self._reasons(trouble),
             }
         starting = any(
             self.view(r).state is RouteState.STARTING for m in self._models.values() for r in m.routes.values()
