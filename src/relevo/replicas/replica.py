@@ -420,8 +420,10 @@ class Replica:
 
     def _serving_life(self) -> Incarnation:
         life = self._life
-        if self._state is not ReplicaState.SERVING or life is None or life.is_over:
+        if self._state is not ReplicaState.SERVING or life is None:
             raise ReplicaNotServing(f"{self.name} is {self._state}: {self._state.sentence}")
+        if life.is_over:
+            raise ReplicaNotServing(f"{self.name} has died a moment ago.")
         return life
 
     def _fail_probes(self, death: Death) -> None:
