@@ -127,27 +127,26 @@ def test_a_prompt_that_is_too_long_is_refused_with_numbers(house: House) -> None
     assert any(part.strip(".,").isdigit() and int(part.strip(".,")) > 8192 for part in error["message"].split())
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\x00",
-        b"\xff\xfe{\x00",
-        b'{"model":"demo","messages":[{"role":"user","content":"\xc3\x28"}]}',
-        b'{"model":"demo","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
-        b'{"model":"demo","model":"demo","messages":[]}',
-        b'{"a":' * 5000 + b"1" + b"}" * 5000,
-        b"[" * 100_000,
-        b'{"model":"demo","messages":[' + b"1," * 200_000 + b"1]}",
-    ],
-    ids=lambda raw: repr(raw[:24]),
-)
-def test_a_body_that_is_no_proper_json_is_refused(house: House, raw: bytes) -> None:
-    refused(ask(house, raw=raw), 400)
+NO_JSON = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"\x00",
+    b"\xff\xfe{\x00",
+    b'{"model":"demo","messages":[{"role":"user","content":"\xc3\x28"}]}',
+    b'{"model":"demo","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+    b'{"model":"demo","model":"demo","messages":[]}',
+    b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b"[" * 100_000,
+    b'{"model":"demo","messages":[' + b"1," * 200_000 + b"1]}",
+]
+
+
+def test_a_body_that_is_no_proper_json_is_refused(house: House) -> None:
+    for raw in NO_JSON:
+        refused(ask(house, raw=raw), 400)
 
 
 def test_half_of_a_letter_in_an_escape_is_refused_or_answered_but_never_breaks_the_text_process(house: House) -> None:
