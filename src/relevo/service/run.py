@@ -160,8 +160,12 @@ async def _recover(house: House, journal: Journal) -> int:
 
 
 def _may_have_delivered(work: Any) -> bool:
-    """A stream that ran may have delivered what no checkpoint holds yet. Unknown is treated as yes."""
-    return bool(work.ask.stream and (work.state is RequestState.RUNNING or work.output_tokens))
+    """A stream that ran may have delivered what no checkpoint holds yet. Unknown is treated as yes.
+
+    Of a kept stream nothing leaves before a checkpoint holds it.
+    """
+    may_be_ahead = work.state is RequestState.RUNNING and not work.ask.kept
+    return bool(work.ask.stream and (may_be_ahead or work.output_tokens))
 
 
 async def _announce_ready(house: House, front: Front, paths: Paths, recovered: int, announce: Announce) -> None:
