@@ -66,7 +66,9 @@ class RelevoService:
         self._metrics = metrics
         self._by_key: dict[tuple[str, str], str] = {}
         self._by_digest: dict[tuple[str, str], str] = {}
-        self._arriving: dict[tuple[str, str], asyncio.Future[Work]] = {}
+        self._arriving: dict[tuple[str, str, str], asyncio.Future[None]] = {}
+        self._weighed_for: dict[int, str] = {}
+        """Owners of what is being weighed and is no request yet, by the identity of the ask."""
         self.draining = False
 
     # ---------------------------------------------------------------- accepting
@@ -77,28 +79,30 @@ class RelevoService:
             raise Draining(retry_after_s=5.0)
         model = self._model(ask.model)
         ask = msgspec.structs.replace(ask, model=model.name)
-        earlier = await self._find_earlier(ask)
-        if earlier is not None:
-            return await self._attach(earlier)
+        once = what_must_run_once(ask)
+        if once is None:
+            return await self._begin(model, ask)
+        # A repetition may come while the first is still being looked up or weighed: it waits, and then looks for it.
+        while (first := self._arriving.get(once)) is not None:
+            await asyncio.wait([first])
+        self._arriving[once] = arriving = asyncio.get_running_loop().create_future()
+        try:
+            earlier = await self._find_earlier(ask)
+            return await (self._begin(model, ask) if earlier is None else self._attach(earlier))
+        finally:
+            del self._arriving[once]
+            arriving.set_result(None)
+
+    async def _begin(self, model: ServedModel, ask: Ask) -> WorkTicket:
+        """Accept what repeats nothing."""
         if not self._journal.accepting:
             raise JournalUnavailable(self._journal.trouble, retry_after_s=10.0)
         self._check_share(ask.owner)
-        key = (ask.owner, ask.idempotency_key) if ask.idempotency_key is not None else None
-        if key is None:
-            return self._ticket(await self._accept(model, ask), replayed=False)
-        # A second call with the key may come while the first is still being weighed: it waits for the first.
-        arriving: asyncio.Future[Work] = asyncio.get_running_loop().create_future()
-        self._arriving[key] = arriving
+        self._weighed_for[id(ask)] = ask.owner
         try:
-            work = await self._accept(model, ask)
-            arriving.set_result(work)
-            return self._ticket(work, replayed=False)
-        except BaseException as e:
-            arriving.set_exception(e if isinstance(e, RelevoError) else JournalUnavailable())
-            arriving.exception()  # nobody may be waiting
-            raise
+            return self._ticket(await self._accept(model, ask), replayed=False)
         finally:
-            del self._arriving[key]
+            self._weighed_for.pop(id(ask), None)
 
     def _model(self, name: str) -> ServedModel:
         for model in self._models.values():
@@ -109,26 +113,20 @@ class RelevoService:
 
     def _check_share(self, owner: str) -> None:
         limit = self._config.limits.running_per_key
-        if (
-            owner != "local"
-            and sum(w.ask.owner == owner and not w.ended for w in self._dispatcher.works.values()) >= limit
-        ):
+        if owner == "local":
+            return
+        under_way = sum(w.ask.owner == owner and not w.ended for w in self._dispatcher.works.values())
+        if under_way + sum(weighed == owner for weighed in self._weighed_for.values()) >= limit:
             raise TooManyRequests(f"This key has {limit} requests under way, as many as it may.", retry_after_s=1.0)
 
     async def _find_earlier(self, ask: Ask) -> Work | None:
         """The request that this one repeats: by its key, or as the client's own retry of the same body."""
         if ask.idempotency_key is not None:
             return await self._find_by_key(ask, ask.idempotency_key)
-        if ask.client_retry > 0 and ask.body_digest:
-            return await self._find_by_digest(ask)
-        return None
+        return await self._find_by_digest(ask)
 
     async def _find_by_key(self, ask: Ask, key: str) -> Work | None:
-        arriving = self._arriving.get((ask.owner, key))
-        if arriving is not None:
-            work: Work | None = await asyncio.shield(arriving)
-        else:
-            work = self._dispatcher.works.get(self._by_key.get((ask.owner, key), ""))
+        work = self._dispatcher.works.get(self._by_key.get((ask.owner, key), ""))
         if work is None:
             record = await self._journal.find_by_key(ask.owner, key)
             work = await restore(self._journal, record) if record is not None else None
@@ -208,6 +206,7 @@ class RelevoService:
         began = time.monotonic()
         work.deadline = began + wait_s
         self._dispatcher.adopt(work)
+        self._weighed_for.pop(id(ask), None)  # from here on it counts as a request
         queued = self._dispatcher.enqueue(work, verdict.route, handed_over=False)
         accepted = self._journal.submit(
             AcceptRequest(
@@ -405,8 +404,8 @@ class RelevoService:
             work = await restore(self._journal, record) if record is not None else None
             if work is None:
                 raise RequestNotFound("The request's payload was removed after the retention time.")
-        number = after
-        async for event in self._ticket(work, replayed=True, start=after, watches=True).events():
+        number = min(after, len(work.events))
+        async for event in self._ticket(work, replayed=True, start=number, watches=True).events():
             if not isinstance(event, Waiting):
                 number += 1
                 yield number, event
@@ -420,6 +419,15 @@ class RelevoService:
                 seen = now
                 yield now
             await self._board.changed()
+
+
+def what_must_run_once(ask: Ask) -> tuple[str, str, str] | None:
+    """What a repetition of this request has in common with it; None where nothing says that it could be one."""
+    if ask.idempotency_key is not None:
+        return ask.owner, "key", ask.idempotency_key
+    if ask.client_retry > 0 and ask.body_digest:
+        return ask.owner, "body", ask.body_digest
+    return None
 
 
 def remember(index: dict[tuple[str, str], str], key: tuple[str, str], request_id: str) -> None:

@@ -70,6 +70,9 @@ class WorkTicket:
                 if last:
                     return
                 continue
+            if self._next >= len(events) and work.ended:  # a watcher that has everything already
+                self._depart()
+                return
             await work.changed(loop)
             # The service wakes queued work every now and then, so that the caller hears where it stands.
             if self._next >= len(events) and work.state in (RequestState.ACCEPTED, RequestState.QUEUED):
