@@ -51,6 +51,7 @@ class Call:
     policy: str = "auto"
     key: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    more_headers: dict[str, str] = field(default_factory=dict)
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class Call:
         }
 
     def _run(self) -> None:
-        headers = {"content-type": "application/json", "x-relevo-policy": self.policy}
+        headers = {"content-type": "application/json", "x-relevo-policy": self.policy, **self.more_headers}
         headers["x-relevo-handover"] = self.kind.handover
         if self.key is not None:
             headers["idempotency-key"] = self.key

@@ -249,6 +249,24 @@ def test_a_client_that_leaves_at_any_moment_ends_its_request_unless_it_is_kept(b
     log.say("ended", **assert_clean_after(house))
 
 
+@pytest.mark.parametrize("kind", [PLAIN, STREAM, CONTINUOUS], ids=lambda k: k.name)
+def test_a_deadline_that_was_met_does_not_end_a_request_whose_route_is_lost_later(build, kind: Kind) -> None:
+    house: House = build().start()
+    known = known_ids(house)
+    c = call(house, kind, 900, more_headers={"x-relevo-deadline-s": "2"})
+    request_id = accepted_id(house, known)
+    house.wait_state(request_id, "running")
+    time.sleep(2.5)
+    assert house.record(request_id)["state"] == "running"
+    house.kill_worker("gpu")
+    c.end()
+    if kind is STREAM:
+        go_on(house, c, request_id)
+    record = house.wait_state(request_id, "completed", timeout_s=60)
+    assert record["result"]["usage"]["completion_tokens"] == 900
+    assert_clean_after(house)
+
+
 def test_a_deaf_worker_process_leaves_no_orphan_when_the_service_stops(build) -> None:
     house: House = build().start()
     pids = house.worker_pids()

@@ -108,6 +108,10 @@ class Dispatcher:
         Raises QueueFull for a new request where every place is taken; what was accepted before always has one.
         """
         route = self.routes[work.ask.model, route_name]
+        if work.attempt and work.deadline is not None:
+            # A deadline is one for starting, which it met: a lost route, or a resume, begins another wait.
+            wait_s = route.lane_config.deadline_s if work.ask.deadline_s is None else work.ask.deadline_s
+            work.deadline = self._clock() + wait_s
         place = route.lane.enter(work.request_id, self._clock(), work.deadline, work.ask.owner, handed_over=handed_over)
         if isinstance(place, Full):
             raise QueueFull(retry_after_s=1.0)
