@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class Streamed:
     headers: dict[str, str] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     """Of each event that carried text."""
+    stamps: list[float] = field(default_factory=list)
+    """Another clock, read at the same moments, where one was given."""
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
@@ -100,8 +102,13 @@ class Connection:
             events += piece.count(b"\n\ndata:") + piece.startswith(b"data:")
         return events, first, last
 
-    async def stream(self, path: str, body: Any, at: int = 0, then: Any = None) -> Streamed:
-        """A stream read to its end, whatever that is. `then()` is called when `at` texts have come."""
+    async def stream(
+        self, path: str, body: Any, at: int = 0, then: Any = None, stamp: Callable[[], float] | None = None
+    ) -> Streamed:
+        """A stream read to its end, whatever that is. `then()` is called when `at` texts have come.
+
+        `stamp()` is asked at every text, where given.
+        """
         got = Streamed(time.perf_counter())
         try:
             reader = await self._send(path, json.dumps(body).encode())
@@ -111,7 +118,11 @@ class Connection:
                 now = time.perf_counter()
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
-                    if line.startswith(b"data:") and self._event(got, line[5:].strip(), now) and len(got.times) == at:
+                    if not line.startswith(b"data:") or not self._event(got, line[5:].strip(), now):
+                        continue
+                    if stamp is not None:
+                        got.stamps.append(stamp())
+                    if len(got.times) == at:
                         then()
         except Cut as e:
             got.cut = str(e)

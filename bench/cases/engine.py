@@ -169,7 +169,7 @@ def run(report: Report, *, quick: bool) -> None:
             "streams",
             "through",
             "tokens/s",
-            "ratio to ours",
+            "Relevo / this",
             "tokens per CPU s",
             "first token ms",
             "gap ms",
