@@ -109,8 +109,9 @@ def test_the_gateway_is_killed_at_every_state(house: House, phase: str, client_t
     states = settle(house, calls, right)
     assert_empty(house, loaded)
     print(f"{phase:20} client too: {client_too}: {dict(states)}")
-    assert states["completed"] >= 2
-    if phase == "decode":
+    # A client that left a moment before the kill may have been noticed: then nobody wants its answer.
+    assert states["completed"] + (states["cancelled"] if client_too else 0) >= 2
+    if phase == "decode" and not client_too:
         assert states["resumable"] >= 1
     if phase == "prefill":
         assert states["resumable"] <= 1, "of the kept one it is known that nothing was delivered"
