@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from relevo.core.events import Ask, Delta, Ended, Piece, Sampling
+from relevo.core.request import RequestState
 from relevo.service.ticket import WorkTicket
 from relevo.service.work import Work
 
@@ -16,9 +17,7 @@ def work_of(*, stream: bool) -> Work:
 
 
 def ticket_of(work: Work) -> WorkTicket:
-    return WorkTicket(
-        work, replayed=False, start=0, describe=lambda _: {}, waiting=lambda _: None, left=lambda _: None
-    )
+    return WorkTicket(work, replayed=False, start=0, describe=lambda _: {}, waiting=lambda _: None, left=lambda _: None)
 
 
 def piece(work: Work, text: str) -> None:
@@ -74,3 +73,35 @@ def test_a_stream_is_given_each_piece_at_once_and_is_delivered_from_then_on() ->
         return texts(given)
 
     assert asyncio.run(run()) == ["a", "b"]
+
+
+def test_an_end_that_is_not_durable_yet_is_waited_for() -> None:
+    async def run() -> list[Any]:
+        work, given = work_of(stream=True), []
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reading(work, given))
+            piece(work, "all")
+            await a_little()
+            for state in (RequestState.QUEUED, RequestState.RUNNING, RequestState.COMPLETED):
+                work.move(state)
+            work.wake()
+            await a_little()
+            end(work)
+        return given
+
+    assert isinstance(asyncio.run(run())[-1], Ended)
+
+
+def test_a_watcher_that_has_everything_is_let_go() -> None:
+    async def run() -> None:
+        work = work_of(stream=True)
+        for state in (RequestState.QUEUED, RequestState.RUNNING, RequestState.COMPLETED):
+            work.move(state)
+        end(work)
+        ticket = WorkTicket(
+            work, replayed=True, start=1, describe=lambda _: {}, waiting=lambda _: None, left=lambda _: None
+        )
+        async with asyncio.timeout(1):
+            assert [e async for e in ticket.events()] == []
+
+    asyncio.run(run())

@@ -81,7 +81,14 @@ class Endings:
             kept_until=work.kept_until,
         )
         saved = self._recorder.submit(change, *self._recorder.checkpoints(work))
-        saved.add_done_callback(lambda done: self._publish(work, done))
+        rest = work.kept_until
+
+        def tell(done: asyncio.Future[None]) -> None:
+            # Whoever resumed (or cancelled) it meanwhile goes on with it: the end of this delivery is no news then.
+            if work.state is RequestState.RESUMABLE and work.kept_until == rest:
+                self._publish(work, done)
+
+        saved.add_done_callback(tell)
 
     def interrupt(self, work: Work) -> None:
         """The service stops: its callers are told so. It has not ended; the next start takes it up."""

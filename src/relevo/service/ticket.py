@@ -70,7 +70,8 @@ class WorkTicket:
                 if last:
                     return
                 continue
-            if self._next >= len(events) and work.ended:  # a watcher that has everything already
+            if self._next >= len(events) > 0 and work.ended and isinstance(events[-1], Ended):
+                # A watcher that has everything already. The state alone says less: its end is told once it is durable.
                 self._depart()
                 return
             await work.changed(loop)
