@@ -61,7 +61,8 @@ def assert_told_the_truth(c: Call, records: dict[str, dict[str, Any]]) -> None:
         assert len(c.finishes) == c.kind.choices, c.finishes
         if c.kind.logprobs:
             assert_each_token_once(c)
-    elif c.texts and record["result"] is not None:
+    elif c.texts and record["result"] is not None and (c.kind.kept or c.broken is None):
+        # A gateway that dies may take the last tokens of a stream that is not kept: it is recorded every 16 tokens.
         for choice in record["result"]["choices"]:
             assert choice["text"].startswith(c.texts.get(choice["index"], "")), "what was delivered is not kept"
 
