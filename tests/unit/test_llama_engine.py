@@ -284,7 +284,7 @@ def test_the_pacer_finds_a_chunk_that_keeps_a_step_near_its_target():
             pacer.observe(4, 0, 20.0)
             pacer.observe(4, rows, 20.0 + rows * row_ms)
         took_ms = 20.0 + pacer.rows() * row_ms
-        assert took_ms <= max(TARGET_STEP_MS + 1, 20 + 8 * row_ms)
+        assert took_ms <= max(TARGET_STEP_MS + 1, 20 + 16 * row_ms)
         assert took_ms >= TARGET_STEP_MS * 0.6
 
 
@@ -294,5 +294,5 @@ def test_the_pacer_never_goes_past_its_cap_nor_below_a_few_rows():
         pacer.observe(1, 32, 1.0)
     assert pacer.rows() == 32
     for _ in range(20):
-        pacer.observe(1, 8, 9000.0)
-    assert pacer.rows() == 8
+        pacer.observe(1, 16, 9000.0)
+    assert pacer.rows() == 16

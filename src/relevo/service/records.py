@@ -12,7 +12,8 @@ from relevo.service.work import Work
 _log = logging.getLogger("relevo.records")
 
 CHECKPOINT_TOKENS = 16
-"""A stream that is not kept is journaled every so many tokens: the most that a crash can take from its record."""
+CHECKPOINT_S = 0.25
+"""A stream that is not kept is journaled when both have gone by: the most that a crash can take from its record."""
 
 
 class Recorder:
@@ -63,6 +64,7 @@ class Recorder:
         """Every choice as it stands."""
         at = self._wall()
         work.checkpointed_tokens = work.output_tokens
+        work.checkpointed_at = at
         return [
             SaveCheckpoint(
                 id=work.request_id,
@@ -82,7 +84,8 @@ class Recorder:
         if work.ask.kept:
             self._flush_kept(work)
         elif work.ask.stream and work.output_tokens - work.checkpointed_tokens >= CHECKPOINT_TOKENS:
-            self.post(f"a checkpoint of {work.request_id}", *self.checkpoints(work))
+            if self._wall() - work.checkpointed_at >= CHECKPOINT_S:
+                self.post(f"a checkpoint of {work.request_id}", *self.checkpoints(work))
 
     def _flush_kept(self, work: Work) -> None:
         """Save what is new of a kept request; its events leave when that is durable. One save at a time."""

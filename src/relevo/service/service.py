@@ -115,7 +115,8 @@ class RelevoService:
         limit = self._config.limits.running_per_key
         if owner == "local":
             return
-        under_way = sum(w.ask.owner == owner and not w.ended for w in self._dispatcher.works.values())
+        works = self._dispatcher.works.values()
+        under_way = sum(w.ask.owner == owner and not w.ended and not w.resting for w in works)
         if under_way + sum(weighed == owner for weighed in self._weighed_for.values()) >= limit:
             raise TooManyRequests(f"This key has {limit} requests under way, as many as it may.", retry_after_s=1.0)
 

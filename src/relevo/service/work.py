@@ -138,6 +138,7 @@ class Work:
         self.first_output_gate: asyncio.Future[None] | None = None
         self.durable_events = 0  # of a kept request: how many events may leave
         self.checkpointed_tokens = 0
+        self.checkpointed_at = 0.0  # wall time
         self.checkpoint_pending = False
         self._kept = ask.kept
         self._listeners: list[asyncio.Future[None]] = []
@@ -158,6 +159,11 @@ class Work:
     def ended(self) -> bool:
         """Whether it has reached an end."""
         return self.state in TERMINAL
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is resumable: it holds nothing and waits for a person."""
+        return self.state is RequestState.RESUMABLE
 
     @property
     def output_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TARGET_STEP_MS = 170.0
-_ROWS_MIN = 8
+_ROWS_MIN = 16  # below it a crowded machine would pay twice for the prompt, and the pauses would hardly shrink
 _ROWS_STEP = 8  # kernels work on groups of rows; other counts leave part of a group empty
 _FIRST_ROW_MS = 10.0
 
