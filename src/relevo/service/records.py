@@ -83,9 +83,14 @@ class Recorder:
         """Output was added: save it as often as this request's promise asks."""
         if work.ask.kept:
             self._flush_kept(work)
-        elif work.ask.stream and work.output_tokens - work.checkpointed_tokens >= CHECKPOINT_TOKENS:
-            if self._wall() - work.checkpointed_at >= CHECKPOINT_S:
-                self.post(f"a checkpoint of {work.request_id}", *self.checkpoints(work))
+        elif self._is_checkpoint_due(work):
+            self.post(f"a checkpoint of {work.request_id}", *self.checkpoints(work))
+
+    def _is_checkpoint_due(self, work: Work) -> bool:
+        new_tokens = work.output_tokens - work.checkpointed_tokens
+        return (
+            work.ask.stream and new_tokens >= CHECKPOINT_TOKENS and self._wall() - work.checkpointed_at >= CHECKPOINT_S
+        )
 
     def _flush_kept(self, work: Work) -> None:
         """Save what is new of a kept request; its events leave when that is durable. One save at a time."""
