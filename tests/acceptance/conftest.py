@@ -10,9 +10,9 @@ import pytest
 from .house import House
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One service for all the tests of a module that leave it as they found it."""
+    """One service for all the tests that leave it as they found it."""
     h = House(tmp_path_factory.mktemp("house") / "state").start()
     yield h
     h.close()
