@@ -14,7 +14,7 @@ import pytest
 
 from tests.acceptance.house import House, wait_for
 
-from .callers import CONTINUOUS, FOUR, KEPT, KINDS, PLAIN, STREAM, Call, call
+from .callers import KINDS, Call, call
 from .reckoning import Log, assert_accounted, assert_clean_after, figures
 from .test_worker_falls import all_serving
 
@@ -108,6 +108,8 @@ def test_random_kills_under_a_mixed_load_lose_nothing(build, seed: int) -> None:
     for _ in range(KILLS):
         strikes.append(strike(house, dice))
         time.sleep(dice.uniform(3.0, 8.0))
+    # The storm is over, and everything works as before: each kind is answered.
+    wait_for("every kind to be answered", lambda: all(any(c.ok for c in load.calls if c.kind is k) for k in KINDS), 120)
     calls = load.end()
     log.say("strikes", strikes=strikes)
     all_serving(house, 60)
@@ -120,8 +122,6 @@ def test_random_kills_under_a_mixed_load_lose_nothing(build, seed: int) -> None:
     log.say("records", resumed=resumed, **states)
     gaps = [h["gap_ms"] for r in records.values() if r["relevo"] for h in r["relevo"]["handovers"] if h["gap_ms"]]
     figures("gaps", gaps)
-    for kind in (PLAIN, STREAM, KEPT, FOUR, CONTINUOUS):
-        assert any(c.ok for c in calls if c.kind is kind), f"no {kind.name} request was answered"
     reached = [c for c in calls if c.status is not None]
     assert sum(c.ok for c in reached) >= len(reached) // 3, "too little useful work: answers of those who were heard"
     assert states["completed"] >= 15, "too little useful work in all"
