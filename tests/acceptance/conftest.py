@@ -1,4 +1,4 @@
-"""Fixtures of the acceptance tests: a service for a module, or a fresh one for a test that breaks it."""
+"""Fixtures of the acceptance tests: one service for all, or a fresh one for a test that breaks it."""
 
 from __future__ import annotations
 

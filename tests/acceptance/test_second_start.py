@@ -11,7 +11,18 @@ from .house import House
 
 def refusal(state: Path, port: int, *arguments: str) -> str:
     """The one sentence of a service that does not start."""
-    command = [sys.executable, "-m", "relevo", "serve", "--demo", "--state", str(state), "--port", str(port), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "relevo",
+        "serve",
+        "--demo",
+        "--state",
+        str(state),
+        "--port",
+        str(port),
+        *arguments,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=40, stdin=subprocess.DEVNULL, check=False)
     assert ended.returncode == 1, (ended.returncode, ended.stdout, ended.stderr)
     said = [line for line in ended.stderr.splitlines() if line and not line.startswith("timestamp=")]
