@@ -100,12 +100,12 @@ def test_requests_in_all_states_at_once_survive_the_gateway(build, workers: str)
     known = known_ids(house)
     running = [call(house, kind, 500) for kind in (PLAIN, STREAM, KEPT)]
     wait_for("three to be accepted", lambda: len(known_ids(house) - known) == 3)
+    wait_for("output", lambda: running[1].seen > 3 and running[2].seen > 3, 60)
+    just_ended = call(house, PLAIN, 1).end()
     reading = call(house, PLAIN, 16, LONG_PROMPT)
     waiting = [call(house, Kind("eight", choices=8), 20) for _ in range(3)]
-    wait_for("all to be accepted", lambda: len(known_ids(house) - known) == 7)
-    wait_for("output", lambda: running[1].seen > 3 and running[2].seen > 3, 60)
+    wait_for("all to be accepted", lambda: len(known_ids(house) - known) == 8)
     before = {r["id"]: r["state"] for r in house.records(limit="100")}
-    just_ended = call(house, PLAIN, 1).end()
     kill_all(house, workers=workers)
     calls = [ended, resting, cancelled, *running, reading, *waiting, just_ended]
     records = assert_accounted(house, calls)
