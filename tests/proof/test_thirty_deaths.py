@@ -146,7 +146,7 @@ def judge(house: House, calls: list[Call], right: dict[tuple[int, int], dict[int
             assert wanted[i].startswith(text), "a client was told something else"
         if call.done:
             assert call.texts == wanted, "an answer was told to be whole and is not"
-    assert set(errors) <= {"resumable", "draining", "server_is_overloaded", "queue_full"}, errors
+    assert set(errors) <= {"resumable", "draining", "server_is_overloaded", "queue_full", "policy_refused"}, errors
     done = sum(c.done for c in calls)
     print(f"deaths {dict(deaths)}; {len(rows)} accepted: {dict(states)}")
     print(f"{len(calls)} calls: {done} whole, errors {dict(errors)}")
