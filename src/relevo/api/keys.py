@@ -22,7 +22,6 @@ log = structlog.get_logger(__name__)
 
 _ALPHABET = string.ascii_letters + string.digits
 _KEY_LETTERS = 40
-_KEY = re.compile(r"rk-[A-Za-z0-9]{40}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 
 
@@ -179,8 +178,3 @@ class KeyRing:
             os.close(directory)
         self._keys = keys
         self._seen = self._stat()
-
-
-def looks_like_key(text: str) -> bool:
-    """Whether this has the form of a key of ours (for hints; says nothing about its being valid)."""
-    return _KEY.fullmatch(text) is not None

@@ -157,7 +157,6 @@ class Breaker:
         self.since = 0.0
         self.hold: Hold | None = None
         self.overtaken_probes = 0  # answers that came too late to count
-        self.probes_granted = 0
         self._thresholds = thresholds
         self._settings = settings
         self._faults: list[tuple[FaultKind, float, str]] = []
@@ -255,7 +254,6 @@ class Breaker:
             changed = (self._become(BreakerState.HALF_OPEN, now, "A probe is due."),)
         self._last_permit += 1
         self._permit_at = now
-        self.probes_granted += 1
         return Permit(self.name, self._last_permit), changed
 
     def report_probe(self, permit: Permit, ok: bool, now: float) -> Transitions:

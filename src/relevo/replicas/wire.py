@@ -51,8 +51,6 @@ class Wire(asyncio.Protocol):
         self._parts: list[bytes] = []  # of a frame that has not arrived whole
         self._have_bytes = 0
         self._want_bytes = 0
-        self.frames_in = 0
-        self.frames_out = 0
 
     @classmethod
     async def connect(
@@ -90,7 +88,6 @@ class Wire(asyncio.Protocol):
             error = WireError(f"The worker does not read: over {self._max_unsent_bytes} bytes would be waiting for it.")
             self._fail(error)
             raise error
-        self.frames_out += 1
         self._transport.write(size_bytes.to_bytes(_HEADER_BYTES, "big") + payload)
 
     def close(self) -> None:
@@ -144,7 +141,6 @@ class Wire(asyncio.Protocol):
                 self._fail(WireError(f"The worker spoke rubbish: {e}."))
                 break
             at = end
-            self.frames_in += 1
             self._on_frame(record)
         return at
 

@@ -21,7 +21,7 @@ from relevo.core.described import named
 from relevo.core.errors import DeadlinePassed, EngineFailed, QueueFull, ResumeExpired
 from relevo.core.events import AttemptEnded, Ended, Piece, Prefilled, Routed, Step, Submit
 from relevo.core.forecast import Observation
-from relevo.core.handover import BecomeResumable, Continue, Fail, LostAttempt, Restart, Way, Wish, on_route_lost
+from relevo.core.handover import BecomeResumable, Continue, Fail, Grade, LostAttempt, Restart, Way, Wish, on_route_lost
 from relevo.core.lane import Full
 from relevo.core.request import RequestState
 from relevo.journal import ChangeState, EndRequest, Journal
@@ -141,9 +141,8 @@ class Dispatcher:
     def _fits(self, route: Route, work: Work) -> bool:
         if not route.serving:
             return False
-        alone = work.suspect or any(self.works[h].suspect for h in route.running)
-        if alone and route.running:
-            return False
+        if route.running and (work.suspect or any(other.suspect for other in route.running.values())):
+            return False  # a suspect runs alone
         work.cells = route.lease_cells(work)
         if work.cells is not None:
             route.running[work.request_id] = work
@@ -167,7 +166,6 @@ class Dispatcher:
         route.replica.submit(frame)
         now = self._clock()
         work.attempt += 1
-        work.incarnation = route.replica.incarnation
         work.attempt_started = now
         work.first_output_at = None
         old = work.move(RequestState.RUNNING)
@@ -290,11 +288,11 @@ class Dispatcher:
         reason = f"After a restart it could not go on: the model {record.summary.model!r} or its payload is gone."
         return self._journal.submit(EndRequest(id=record.summary.id, state="failed", at=self._wall(), reason=reason))
 
-    def requeue(self, work: Work, route_name: str) -> None:
-        """After a restart of the gateway: back into a lane, with nothing delivered."""
+    def requeue(self, work: Work, route_name: str, reason: str | None = None) -> None:
+        """Back into a lane: after a restart of the gateway, a lost route, or a rest. The move is journaled."""
         change = self.enqueue(work, route_name)
         if change is not None:
-            self._recorder.move(work, change)
+            self._recorder.move(work, msgspec.structs.replace(change, reason=reason))
 
     async def put_to_rest(self) -> None:
         """The service ends: what delivered output becomes resumable, the rest waits for the next start."""
@@ -375,9 +373,7 @@ class Dispatcher:
                 self.endings.rest(work, decision.reason)
 
     def _queue_again(self, work: Work, route_name: str, cause: str) -> None:
-        change = self.enqueue(work, route_name)
-        if change is not None:
-            self._recorder.move(work, msgspec.structs.replace(change, reason=cause))
+        self.requeue(work, route_name, cause)
         work.degraded_reason = cause if route_name != self._plan.home(work) else None
         if work.standby is not None and work.standby["route"] == route_name:
             work.standby = None  # it is used up
@@ -391,13 +387,9 @@ class Dispatcher:
             taken_back = 1
         work.error = work.reason = work.kept_until = None
         work.durable_events = min(work.durable_events, len(work.events))
-        now = self._clock()
         if work.handovers and work.handovers[-1].to_route is None:
-            work.handovers[-1].grade = "continuous"
-        change = self.enqueue(work, route_name)
-        assert change is not None
-        self._recorder.move(work, change)
-        work.lane_since = now
+            work.handovers[-1].grade = str(Grade.CONTINUOUS)
+        self.requeue(work, route_name)
         self.pump(self.routes[work.ask.model, route_name])
         return taken_back
 

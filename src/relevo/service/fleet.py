@@ -253,7 +253,7 @@ class Fleet:
 
     def on_frame(self, replica: Replica, frame: Step | Prefilled | AttemptEnded) -> None:
         """Pass its words on."""
-        self._dispatcher.take(self.berths[replica.name].route, frame)
+        self._dispatcher.take(self.berth_of(replica).route, frame)
 
     def on_suspect(self, replica: Replica) -> None:
         """It gets no new work for now; `Route.serving` sees that by itself."""

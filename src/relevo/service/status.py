@@ -165,13 +165,15 @@ class StatusBoard:
     def describe(self, work: Work) -> dict[str, Any]:
         """The `relevo` object of a request, as of now."""
         route = self._route_of(work)
-        limits = self.view(route).limits() if route is not None else None
+        if route is None:
+            return relevo_object(work, device=None, limits=None, queue=None, eta=None)
+        view = self.view(route)
         return relevo_object(
             work,
-            device=self._device_name(route) if route is not None else None,
-            limits=limits,
+            device=self._device_name(route),
+            limits=view.limits(),
             queue=self.queue_view(work),
-            eta=self.eta_view(work),
+            eta=self._eta(work, route, view),
         )
 
     def _route_of(self, work: Work) -> Route | None:
@@ -199,9 +201,12 @@ class StatusBoard:
     def eta_view(self, work: Work) -> dict[str, Any] | None:
         """What is left by the estimate; None when nothing was learned, or it ended."""
         route = self._route_of(work)
-        if route is None or work.ended:
+        return None if route is None else self._eta(work, route, self.view(route))
+
+    @staticmethod
+    def _eta(work: Work, route: Route, view: RouteView) -> dict[str, Any] | None:
+        if work.ended:
             return None
-        view = self.view(route)
         position = route.lane.position(work.request_id)
         load = Load(
             queued_ahead=0 if position is None else position - 1,

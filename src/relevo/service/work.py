@@ -119,7 +119,6 @@ class Work:
         self.attempt = 0
         self.attempt_started: float = 0.0
         self.first_output_at: float | None = None
-        self.incarnation: int | None = None
         self.degraded_reason: str | None = None
         self.standby: dict[str, Any] | None = None
         self.backup_model: str | None = None
