@@ -73,6 +73,8 @@ class DeviceConfig(_Section, frozen=True):
     """Declared budget. Needed where the device cannot report its memory; required when emulated."""
     headroom_bytes: NonNegativeInt | None = None
     """Kept free. None: a twentieth of the total, at most 512 MiB."""
+    yield_s: PositiveSeconds = 10.0
+    """How long work under way may go on when another program has taken the headroom and the memory must be given up."""
     equal_arithmetic: bool = False
     """Emulated only, for tests: use the twin's CPU library, so both routes are bit-equal."""
 
@@ -140,6 +142,18 @@ class ModelConfig(_Section, frozen=True):
     chat_template: str | None = None
     """Path of a Jinja template that replaces the file's own."""
     handover: Literal["auto", "continuous", "boundary"] = "auto"
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Among models on one device: an idle replica of lower priority gives way first."""
+    reduce: tuple[Literal["ubatch", "slots", "context", "kv_type"], ...] = ("ubatch", "slots", "context")
+    """What a load may take less of when memory is short. `kv_type` ends the equality with the CPU twin."""
+    least_context_tokens: PositiveInt | None = None
+    """A load's context is never reduced below this. None: 4096, or the configured context where that is less."""
+    offload: bool = True
+    """Whether fewer layers may be put on the device (a hybrid route) when not all fit."""
+    standby: Literal["auto", "warm", "mapped", "on-demand"] = "auto"
+    """How ready the CPU twin is kept. auto: by `recovery_budget_s` and the measured time of a load."""
+    recovery_budget_s: PositiveSeconds = 10.0
+    """How long a lost route may take to be replaced."""
     sampling: SamplingConfig = SamplingConfig()
     gpu_lane: LaneConfig = LaneConfig()
     cpu_lane: LaneConfig = LaneConfig(queue=16)

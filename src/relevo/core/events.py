@@ -31,6 +31,7 @@ class StartModel(_Frame, frozen=True):
     device: str = "cpu"  # ggml device name ("Vulkan0", "CUDA0") or "cpu"
     cpu_variant: str | None = None  # e.g. "haswell": load this CPU library instead of the best
     gpu_layers: int = 0
+    host_expert_layers: int = 0  # so many of the first layers on the device leave their experts in host RAM
     context_tokens: int = 4096  # of the whole pool (fast) or of each slot (strict)
     slots: int = 8
     batch_tokens: int = 512  # rows of one step, all sequences together

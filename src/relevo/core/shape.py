@@ -1,0 +1,75 @@
+"""What decides a model's memory: the facts of its header, one record a layer.
+
+Filled by `models/shape.py` from the tensor table and the keys; read by the formulas of `kv_cache.py`,
+`compute_buffer.py` and `demand.py`. Families are told apart by what a file holds, never by its architecture's name
+alone; what a formula cannot do is written in `unknown`, under the name of the part of the demand, as a plain sentence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeating layer. Widths in elements, states in 4-byte elements of one sequence, weights in bytes."""
+
+    weights_bytes: int = 0
+    """All tensors of the layer."""
+    expert_bytes: int = 0
+    """Of these, the experts' tensors, which a plan may leave in host RAM."""
+    heads: int = 0
+    """Query heads; 0: the layer has no attention."""
+    kv_heads: int = 0
+    key_length: int = 0
+    """Width of a key of one head; of compressed attention, the whole compressed row."""
+    value_length: int = 0
+    """Width of a value of one head; 0 where values are a view of the keys (MLA) and no V cache exists."""
+    feed_forward: int = 0
+    """Width of the layer's dense feed-forward part; 0 where only experts or a mixer are there."""
+    holds_kv: bool = True
+    """Whether it has a KV cache of its own: not where it has no attention, or reads an earlier layer's."""
+    slides: bool = False
+    """Whether it sees only the window."""
+    conv_state: int = 0
+    """Elements of a recurrent layer's convolution or shift state (n_r)."""
+    mixer_state: int = 0
+    """Elements of a recurrent layer's state proper (n_s)."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a model's memory follows from."""
+
+    architecture: str
+    embedding: int
+    vocabulary_tokens: int
+    context_trained_tokens: int | None
+    layers: tuple[LayerShape, ...]
+    input_weights_bytes: int
+    """The token embedding table and what else is read before the first layer; always on the host."""
+    output_weights_bytes: int
+    """The output norm, and the head where it is a tensor of its own."""
+    tied_table_bytes: int = 0
+    """Without a head of its own the model uses the embedding table; a device then gets this second copy of it."""
+    experts: int = 0
+    experts_used: int = 0
+    expert_feed_forward: int = 0
+    shared_expert_feed_forward: int = 0
+    latent_attention: bool = False
+    """Keys and values are one compressed row (MLA)."""
+    window_tokens: int | None = None
+    predicts_ahead: bool = False
+    """Has layers for multi-token prediction, which bring a context of their own."""
+    embeds: bool = False
+    """An embedding or encoder model: every row of a batch is an output."""
+    unknown: dict[str, str] = {}
+    """Parts of the demand that the closed form cannot give for this model, with the reason as a plain sentence."""
+
+    @property
+    def layer_count(self) -> int:
+        """Repeating layers."""
+        return len(self.layers)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps a state of fixed size."""
+        return any(layer.conv_state or layer.mixer_state for layer in self.layers)
