@@ -17,8 +17,9 @@ import pytest
 
 from relevo.devices import ballast
 from relevo.devices.device import Device
-from relevo.devices.process_memory import data_bytes, start_ticks
 from relevo.devices.soft import SoftDevice
+from relevo.processes.identity import alive_since
+from relevo.processes.memory import data_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulated accelerator needs Linux")
 
@@ -70,7 +71,7 @@ def test_its_figures_are_the_kernels(growers: list[Grower]) -> None:
     device = SoftDevice("gpu0", 512 * MIB)
     assert isinstance(device, Device)
     for grower in growers:
-        assert device.register(grower.pid, start_ticks(grower.pid))
+        assert device.register(grower.pid, alive_since(grower.pid))
     before = device.read()
     assert before.used_bytes == sum(data_bytes(g.pid) or 0 for g in growers)
     assert growers[0].grow(64 * MIB) == "ok"
@@ -147,7 +148,7 @@ def test_a_reset_kills_everything_on_the_device_and_nothing_else(growers: list[G
 
 def test_a_pid_that_was_given_away_again_is_not_taken(growers: list[Grower]) -> None:
     device = SoftDevice("gpu0", 256 * MIB)
-    assert not device.register(growers[0].pid, (start_ticks(growers[0].pid) or 0) - 1)
+    assert not device.register(growers[0].pid, (alive_since(growers[0].pid) or 0) - 1)
     assert device.reset() == 0
     assert growers[0].popen.poll() is None
 

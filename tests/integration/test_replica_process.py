@@ -11,14 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relevo.replicas.limits import limit_data_bytes
+from relevo.processes.identity import Identity, group_members, start_time
+from relevo.processes.limits import limit_data_bytes
 from relevo.replicas.process import (
-    Identity,
     ProcessLimits,
     WorkerProcess,
-    group_members,
     kill_leftover,
-    start_time,
     worker_command,
     worker_environment,
 )

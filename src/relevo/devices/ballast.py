@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from relevo.devices import process_memory
+from relevo.processes.identity import alive_since
 
 SUFFIX: Final = ".ballast"
 _PAGE_BYTES: Final = 4096
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(str(process_memory.start_ticks(os.getpid())), encoding="ascii")
+        partial.write_text(str(alive_since(os.getpid())), encoding="ascii")
         partial.rename(path)
         return _hold(path, options.bytes)
     except OSError as e:

@@ -23,9 +23,11 @@ from typing import Final
 
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
-from relevo.devices import process_memory
 from relevo.devices.ballast import registered_pids
 from relevo.devices.device import DeviceKind
+from relevo.processes.identity import alive_since, kill_group
+from relevo.processes.limits import limit_data_bytes
+from relevo.processes.memory import data_bytes
 
 TICK_S: Final = 0.05
 SPARE_BYTES: Final = 4 << 20
@@ -113,7 +115,7 @@ class SoftDevice:
 
         `start_time` (clock ticks after boot) guards against a pid that was given away again; None: read now.
         """
-        found = process_memory.start_ticks(pid)
+        found = alive_since(pid)
         if found is None or (start_time is not None and found != start_time):
             return False
         with self._lock:
@@ -126,8 +128,8 @@ class SoftDevice:
         """Take a process off the device and lift its limit. One that is not on it: nothing happens."""
         with self._lock:
             process = self._processes.pop(pid, None)
-        if process is not None and process_memory.start_ticks(pid) == process.start_ticks:
-            process_memory.set_data_limit(pid, None)
+        if process is not None and alive_since(pid) == process.start_ticks:
+            limit_data_bytes(pid, None)
 
     def tick(self) -> Reading:
         """Look at every process and set its limit anew. Call it about twenty times a second.
@@ -148,10 +150,8 @@ class SoftDevice:
                     limit = max(process.full_at_bytes + self._spare_bytes, process.used_bytes)
                 if limit == process.limit_bytes:
                     continue
-                if process_memory.set_data_limit(process.pid, limit):
+                if limit_data_bytes(process.pid, limit):
                     process.limit_bytes = limit
-                elif process_memory.start_ticks(process.pid) == process.start_ticks:
-                    _log.warning("Device %s: the limit of process %s could not be set.", self.name, process.pid)
             return reading
 
     def read(self) -> Reading:
@@ -159,8 +159,8 @@ class SoftDevice:
         with self._lock:
             self._take_in_ballast()
             for process in list(self._processes.values()):
-                used = process_memory.data_bytes(process.pid)
-                if used is None or process_memory.start_ticks(process.pid) != process.start_ticks:
+                used = data_bytes(process.pid)
+                if used is None or alive_since(process.pid) != process.start_ticks:
                     del self._processes[process.pid]
                 else:
                     process.used_bytes = used
@@ -174,8 +174,8 @@ class SoftDevice:
             self._take_in_ballast()
             killed = 0
             for process in self._processes.values():
-                if process_memory.start_ticks(process.pid) == process.start_ticks:
-                    process_memory.kill_group(process.pid)
+                if alive_since(process.pid) == process.start_ticks:
+                    kill_group(process.pid)
                     killed += 1
             self.resets += 1
             _log.warning("Device %s was reset; processes killed: %s.", self.name, killed)
@@ -194,5 +194,5 @@ class SoftDevice:
         if self._folder is None:
             return
         for pid, start_ticks in registered_pids(self._folder):
-            if pid not in self._processes and process_memory.start_ticks(pid) == start_ticks:
+            if pid not in self._processes and alive_since(pid) == start_ticks:
                 self._processes[pid] = _Process(pid, start_ticks)

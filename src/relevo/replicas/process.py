@@ -17,10 +17,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-from relevo.replicas.limits import keep_no_core_file, limit_data_bytes, prefer_as_victim
+from relevo.processes.identity import Identity, group_members, start_time, stat_fields
+from relevo.processes.limits import keep_no_core_file, limit_data_bytes, prefer_as_victim
 
 KEPT_LINES = 200
 KEPT_LINE_CHARACTERS = 500
@@ -32,15 +32,6 @@ _PASSED_ON = frozenset(
     {"PATH", "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"}
 )
 _PASSED_ON_PREFIXES = ("LC_", "XDG_", "CUDA_", "NVIDIA_", "VK_", "GGML_", "HIP_", "ROCR_", "HSA_", "MESA_")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which process this is, for the journal. The pid alone could be somebody else's by tomorrow."""
-
-    pid: int
-    start_time: int
-    """Clock ticks after boot (field 22 of /proc/PID/stat); elsewhere milliseconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +155,7 @@ class WorkerProcess:
         """The return code, already while the kernel is still taking the process apart. None when it cannot be known."""
         if self._popen.returncode is not None:
             return self._popen.returncode
-        fields = _stat_fields(self._popen.pid)
+        fields = stat_fields(self._popen.pid)
         if fields is None or not self.is_empty():
             return None
         status = int(fields[49])  # field 52, set before the memory is let go
@@ -277,41 +268,6 @@ class WorkerProcess:
                 os.killpg(self._popen.pid, number)
 
 
-def start_time(pid: int) -> int | None:
-    """When the process started (see Identity). None when there is no such process."""
-    if sys.platform == "linux":
-        fields = _stat_fields(pid)
-        return int(fields[19]) if fields else None
-    import psutil  # type: ignore[import-untyped]
-
-    try:
-        return int(psutil.Process(pid).create_time() * 1000)
-    except psutil.Error:
-        return None
-
-
-def group_members(group: int) -> list[int]:
-    """Pids of a process group's living members. Zombies have no memory and do not count."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return []
-    except PermissionError:
-        pass  # macOS says so of a group of zombies
-    if sys.platform != "linux":
-        import psutil  # type: ignore[import-untyped]
-
-        alive = (p for p in psutil.process_iter(["status"]) if p.info["status"] != psutil.STATUS_ZOMBIE)
-        return [p.pid for p in alive if _group_of(p.pid) == group]
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _stat_fields(int(entry.name))
-            if fields and int(fields[2]) == group and (fields[0] not in "ZX" or int(fields[17]) > 1):
-                members.append(int(entry.name))
-    return members
-
-
 async def kill_leftover(identity: Identity, timeout_s: float = 30.0) -> bool:
     """Kill a worker that an earlier gateway left behind, with its group, and wait until its memory is free.
 
@@ -332,21 +288,6 @@ async def kill_leftover(identity: Identity, timeout_s: float = 30.0) -> bool:
 async def _until_empty(group: int) -> None:
     while group_members(group):  # noqa: ASYNC110 - processes that are not our children announce nothing
         await asyncio.sleep(_POLL_S)
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat from its third field (the state) on; the second may contain anything, brackets too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def _open_quietly(path: str) -> int | None:

@@ -29,10 +29,11 @@ from relevo.core.events import (
     Step,
     Submit,
 )
+from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
 from relevo.replicas.incarnation import Incarnation, LifeSettings
 from relevo.replicas.liveness import LivenessLimits, Sign
-from relevo.replicas.process import Identity, ProcessLimits, worker_command, worker_environment
+from relevo.replicas.process import ProcessLimits, worker_command, worker_environment
 from relevo.replicas.state import TRANSITIONS, ReplicaState
 from relevo.replicas.wire import WireError
 

@@ -24,10 +24,11 @@ from relevo.core.breaker import FaultKind
 from relevo.core.errors import BadRequest, BodyTooLarge, EngineFailed, NothingCanServe, RelevoError
 from relevo.core.events import FromText, Render, Rendered, StartText, TextReady, TextRefused, Tokenize
 from relevo.models.payload import PayloadError, spill, whole
+from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
 from relevo.replicas.incarnation import Incarnation, LifeSettings
 from relevo.replicas.liveness import LivenessLimits
-from relevo.replicas.process import Identity, ProcessLimits, worker_command, worker_environment
+from relevo.replicas.process import ProcessLimits, worker_command, worker_environment
 from relevo.replicas.wire import WireError
 
 _log = logging.getLogger("relevo.text")

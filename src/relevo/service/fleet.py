@@ -14,13 +14,14 @@ from relevo.core.breaker import Breaker, BreakerState, FaultKind, Transition
 from relevo.core.errors import DeviceNotFound, RelevoError
 from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
 from relevo.core.ledger import Lease, LeaseState, Ledger, Reading
-from relevo.devices import process_memory
 from relevo.devices.device import Device
 from relevo.devices.host import HostDevice
 from relevo.devices.soft import SoftDevice
 from relevo.journal import Journal, PutFact, WorkerGone, WorkerStarted
+from relevo.processes import memory as process_memory
+from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
-from relevo.replicas.process import Identity, ProcessLimits
+from relevo.replicas.process import ProcessLimits
 from relevo.replicas.replica import Replica, ReplicaNotServing
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.identity import Identities

@@ -28,7 +28,7 @@ from relevo.devices.variants import cpu_variant
 from relevo.journal import Journal, WorkerStarted
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
-from relevo.replicas.process import Identity
+from relevo.processes.identity import Identity
 from relevo.replicas.replica import Replica, ReplicaSettings
 from relevo.replicas.text import TextProcess, TextSettings
 from relevo.service.dispatcher import Dispatcher

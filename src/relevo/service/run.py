@@ -18,7 +18,8 @@ from relevo.core.errors import StartupError
 from relevo.core.handover import BecomeResumable, Requeue, on_gateway_restart
 from relevo.core.request import RequestState
 from relevo.journal import Journal, WorkerGone
-from relevo.replicas.process import Identity, kill_leftover
+from relevo.processes.identity import Identity
+from relevo.replicas.process import kill_leftover
 from relevo.service.house import House, build_house
 from relevo.service.intake import handover_wish
 from relevo.service.paths import Paths

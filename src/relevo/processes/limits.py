@@ -1,9 +1,11 @@
-"""Limits that are laid on another process from outside. Each returns whether it is in force, and why not is logged."""
+"""Limits that are laid on another process from outside. Each returns whether it is in force; why not is logged.
+
+A process that is gone already is no reason for a word: whoever waits for it learns so.
+"""
 
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 from pathlib import Path
 
@@ -33,6 +35,8 @@ def prefer_as_victim(pid: int, oom_score_adj: int) -> bool:
     """Tell the kernel whom to kill first when memory runs out: 0 (like others) to 1000 (first)."""
     try:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(oom_score_adj), encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
     except OSError as e:
         _log.warning("The kernel's choice of a victim could not be set for process %s: %s.", pid, e)
         return False
@@ -43,12 +47,16 @@ def _limit(pid: int, name: str, value: int | None) -> bool:
     if sys.platform != "linux":
         _log.info("%s of a running process is not available here: only Linux has it.", name)
         return False
+    import resource
+
     number = getattr(resource, name)
     try:
         # Only the soft limit: without privileges a lowered hard limit could never be raised again.
         _, hard = resource.prlimit(pid, number)
         soft = hard if value is None else value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.prlimit(pid, number, (soft, hard))
+    except ProcessLookupError:
+        return False
     except (OSError, ValueError) as e:
         _log.warning("%s could not be set for process %s: %s.", name, pid, e)
         return False
