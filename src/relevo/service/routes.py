@@ -51,6 +51,8 @@ class Route:
         self.forecast = forecast
         self.load_ms: float | None = None
         """How long its last load took."""
+        self.cell_bytes: float | None = None
+        """What one cell takes of the device's memory; None while it is not known."""
         self.running: dict[str, Work] = {}
         self.replica: Replica  # set once by whoever builds the house
         self.fingerprint: str | None = None

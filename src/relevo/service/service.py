@@ -34,7 +34,7 @@ from relevo.service.recovery import StoredAsk, restore
 from relevo.service.routes import ServedModel
 from relevo.service.status import StatusBoard
 from relevo.service.ticket import WorkTicket
-from relevo.service.views import live_record, past_record
+from relevo.service.views import live_record, past_record, weighed_view
 from relevo.service.work import Work
 
 _log = logging.getLogger("relevo.service")
@@ -222,6 +222,7 @@ class RelevoService:
                 payload_path=payload_path,
                 prompt_tokens=work.prompt_tokens,
                 seed=work.sampling.seed,
+                weighed=msgspec.json.encode(weighed_view(work, verdict, self._models[ask.model].routes[verdict.route])),
                 standby=msgspec.json.encode(work.standby),
                 idempotency_key=ask.idempotency_key,
                 deadline_at=work.created + wait_s,

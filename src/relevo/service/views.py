@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from relevo.core.admission import Admit, Delay, NoStandby, Redirect
 from relevo.core.request import RequestState
 from relevo.journal.records import RequestRecord
+from relevo.service.routes import Route
 from relevo.service.work import Work
 
 CANCEL_PATH = "/relevo/v1/requests/{}/cancel"
@@ -38,6 +40,26 @@ def relevo_object(
         "attempt": work.attempt,
         "handovers": [h.view() for h in work.handovers],
         "cancel": CANCEL_PATH.format(work.request_id),
+    }
+
+
+def weighed_view(work: Work, verdict: Admit | Delay | Redirect, route: Route) -> dict[str, Any]:
+    """By which figures it was admitted: what it needs, and what was free on its route at that moment."""
+    outputs = list(verdict.outputs)
+    cells = route.cells.need_cells(len(work.prompt_tokens), outputs)
+    return {
+        "verdict": type(verdict).__name__.lower(),
+        "route": verdict.route,
+        "device": verdict.device,
+        "prompt_tokens": len(work.prompt_tokens),
+        "output_tokens": outputs,
+        "need_cells": cells,
+        "need_bytes": None if route.cell_bytes is None else round(cells * route.cell_bytes),
+        "free_cells": route.cells.free_cells,
+        "total_cells": route.cells.total_cells,
+        "position": verdict.position,
+        "standby": None if isinstance(verdict.standby, NoStandby) else verdict.standby.route,
+        "no_standby_reason": verdict.standby.reason if isinstance(verdict.standby, NoStandby) else None,
     }
 
 
@@ -75,6 +97,7 @@ def live_record(work: Work, relevo: dict[str, Any], record: RequestRecord) -> di
         "attempts": work.attempt,
         "events": history(record),
         "forecast": relevo.get("eta"),
+        "weighed": _decoded(record.weighed),
         "kept_until": work.kept_until,
         "relevo": relevo,
     }
@@ -100,10 +123,16 @@ def past_record(record: RequestRecord) -> dict[str, Any]:
         "attempts": len(record.attempts),
         "events": history(record),
         "forecast": None,
+        "weighed": _decoded(record.weighed),
         "kept_until": summary.kept_until,
         "relevo": relevo,
         "payload_removed_at": summary.blanked,
     }
+
+
+def _decoded(stored: bytes | None) -> dict[str, Any] | None:
+    """A JSON object of the record; None where it was not stored, or removed after its time."""
+    return msgspec.json.decode(stored) or None if stored else None
 
 
 def history(record: RequestRecord) -> list[dict[str, Any]]:
