@@ -93,11 +93,6 @@ def test_the_tokenizer_digest_sees_each_token_and_ignores_order_and_template(tmp
     assert read(w.file(w.keys(tokens=w.array("tokenizer.ggml.tokens", 8, many)), []), tmp_path).tokenizer_digest != long
 
 
-def test_a_part_of_a_split_model_is_named_as_such(tmp_path: Path) -> None:
-    keys = [*w.keys(), w.key("split.count", 2, 3), w.key("split.no", 2, 1)]
-    assert "part 2 of 3" in refusal(w.file(keys, w.TENSORS), tmp_path)
-
-
 def test_a_short_file_is_called_incomplete(tmp_path: Path) -> None:
     assert "incomplete" in refusal(w.tiny()[:-300], tmp_path)
     assert "incomplete" in refusal(w.file(w.keys(), w.TENSORS, data=False), tmp_path)
@@ -182,35 +177,112 @@ def test_many_small_arrays_cannot_fill_the_memory(tmp_path: Path) -> None:
     assert "metadata is larger" in refusal(w.file([*w.keys(), *arrays], []), tmp_path)
 
 
-SOUND = w.tiny()
-flips = st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=8)
-words = st.lists(
-    st.tuples(st.integers(0, 900), st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1])),
-    max_size=3,
-)
+MEMORY_KEYS = {
+    "block_count": 48, "feed_forward_length": [96, 0, 96], "vocab_size": 6, "expert_count": 8, "expert_used_count": 2,
+    "expert_feed_forward_length": 32, "expert_shared_count": 1, "expert_shared_feed_forward_length": 32,
+    "leading_dense_block_count": 1, "nextn_predict_layers": 1, "full_attention_interval": 4,
+    "attention.head_count": [4, 0, 4], "attention.head_count_kv": [2, 0, 1], "attention.key_length": 64,
+    "attention.value_length": 64, "attention.key_length_swa": 32, "attention.value_length_swa": 32,
+    "attention.key_length_mla": 192, "attention.value_length_mla": 128, "attention.kv_lora_rank": 512,
+    "attention.q_lora_rank": 1536, "attention.sliding_window": 1024, "attention.shared_kv_layers": 10,
+    "attention.indexer.key_length": 128, "attention.causal": False, "pooling_type": 1, "rope.dimension_count": 64,
+    "attention.sliding_window_pattern": [True, False, True], "ssm.conv_kernel": 4, "ssm.inner_size": 64,
+    "ssm.state_size": 16, "ssm.time_step_rank": 4, "ssm.group_count": 1, "kda.head_dim": 32, "wkv.head_size": 64,
+    "token_shift_count": 2, "shortconv.l_cache": 3,
+}  # fmt: skip
 
 
-@given(flips, words, st.integers(0, len(SOUND)))
-@settings(max_examples=250, deadline=None)
-def test_whatever_is_done_to_a_file_only_the_one_error_comes_out(
-    changes: list[tuple[int, int]], numbers: list[tuple[int, int]], cut: int
-) -> None:
-    data = bytearray(SOUND)
-    for place, value in changes:
-        data[place] = value
-    for place, number in numbers:
-        data[place : place + 8] = struct.pack("<Q", number)
+def kind_of(value: object) -> int:
+    return 7 if isinstance(value, bool) else 4
+
+
+def test_every_key_that_memory_follows_from_can_be_reached_per_layer_too(tmp_path: Path) -> None:
+    keys = [w.key("general.architecture", 8, "odd"), w.key("general.type", 8, "model")]
+    for name, value in MEMORY_KEYS.items():
+        if isinstance(value, list):
+            keys.append(w.array(f"odd.{name}", kind_of(value[0]), value))
+        else:
+            keys.append(w.key(f"odd.{name}", kind_of(value), value))
+    header = read(w.file(keys, w.TENSORS), tmp_path)
+    for name, value in MEMORY_KEYS.items():
+        assert header.of_model(name) == (tuple(value) if isinstance(value, list) else value), name
+    assert header.text("general.type") == "model" and header.vocabulary_tokens == 6
+
+
+def only_the_one_error(data: bytes) -> GgufHeader | None:
+    """Read it, in bounded memory; whatever it holds, it is a header or a ModelFileError."""
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-        file.write(data if cut % 3 else data[:cut])
+        file.write(data)
         file.flush()
         tracemalloc.start()
         try:
             header = read_header(file.name)
-        except ModelFileError:
-            pass
-        else:
-            assert all(t.offset_bytes + t.size_bytes <= header.file_bytes for t in header.tensors)
+        except ModelFileError as e:
+            assert e.message.count("\n") == 0
+            return None
         finally:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-    assert peak < 8 * 2**20
+            assert peak < 8 * 2**20
+    assert header.architecture
+    assert all(t.offset_bytes + t.size_bytes <= header.file_bytes for t in header.tensors)
+    assert all(t.part < len(header.parts) for t in header.tensors)
+    return header
+
+
+SOUND = w.tiny()
+EVERY_KIND = w.file(
+    [
+        *w.keys(),
+        *(w.key(f"k.{kind}", kind, 0) for kind in w.FORMATS),
+        *(w.array(f"a.{kind}", kind, [1, 0, 1]) for kind in w.FORMATS),
+        w.key("split.no", 2, 0),
+        w.key("split.count", 2, 1),
+        w.key("split.tensors.count", 5, len(w.TENSORS)),
+    ],
+    w.TENSORS,
+)
+HEADER_BYTES = len(EVERY_KIND) - len(SOUND) + 1100
+EXTREMES = [0, 1, 8, 9, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+def test_a_file_of_every_kind_of_value_is_sound() -> None:
+    assert only_the_one_error(EVERY_KIND) is not None
+
+
+def test_a_file_cut_anywhere_is_refused_in_a_sentence() -> None:
+    end = len(SOUND) - sum(w.tensor_bytes(shape, kind) for _, shape, kind in w.TENSORS)  # where weights begin, about
+    for length in [*range(end), *range(end, len(SOUND), 61), len(SOUND) - 1]:
+        assert only_the_one_error(SOUND[:length]) is None, length
+
+
+def test_an_extreme_number_anywhere_is_a_header_or_the_one_error() -> None:
+    for place in range(4, 1100):
+        number = (2**32 - 1, 2**63 - 1, 2**64 - 1)[place % 3]
+        only_the_one_error(SOUND[:place] + struct.pack("<Q", number) + SOUND[place + 8 :])
+
+
+@given(
+    flips=st.lists(st.tuples(st.integers(0, HEADER_BYTES), st.integers(0, 255)), max_size=8),
+    numbers=st.lists(st.tuples(st.integers(0, HEADER_BYTES), st.sampled_from(EXTREMES)), max_size=3),
+    moved=st.tuples(st.integers(0, HEADER_BYTES), st.integers(0, 64), st.binary(max_size=64)),
+    cut=st.integers(0, 3 * len(EVERY_KIND)),
+)
+@settings(max_examples=300, deadline=2000)
+def test_whatever_is_done_to_a_file_only_the_one_error_comes_out(
+    flips: list[tuple[int, int]], numbers: list[tuple[int, int]], moved: tuple[int, int, bytes], cut: int
+) -> None:
+    data = bytearray(EVERY_KIND)
+    for place, value in flips:
+        data[place] = value
+    for place, number in numbers:
+        data[place : place + 8] = struct.pack("<Q", number)
+    place, gone, put = moved
+    data[place : place + gone] = put
+    only_the_one_error(bytes(data[:cut]))
+
+
+@given(st.binary(max_size=400), st.sampled_from([2, 3]), st.integers(0, 5), st.integers(0, 5))
+@settings(max_examples=200, deadline=2000)
+def test_noise_behind_a_sound_beginning_is_refused(noise: bytes, version: int, tensors: int, keys: int) -> None:
+    only_the_one_error(b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + noise)

@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from relevo.core.errors import ModelFileError
-from relevo.models.gguf import GgufHeader
+from relevo.models.gguf import GgufHeader, read_header
+from relevo.models.gguf_split import may_be_part
+from relevo.models.header_cache import FileIdentity
 
 SAMPLING_CHAIN = "1"
 """Version of the sampler chain and of the random counter; raised whenever the same seed would draw otherwise."""
@@ -32,7 +34,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides what a replica answers. Digests are hex."""
 
     weights: str
-    """sha256 of the model file's content."""
+    """sha256 of the model file's content; of a split model, of its parts' digests in their order."""
     tokenizer: str
     template: str
     """Empty: the model has no chat template."""
@@ -127,21 +129,39 @@ def fingerprint(
     )
 
 
-def weights_digest(
-    path: str | Path, state_folder: Path | None = None, progress: Callable[[int, int], bool] | None = None
-) -> str:
+Progress = Callable[[int, int], bool]
+
+
+def weights_digest(path: str | Path, state_folder: Path | None = None, progress: Progress | None = None) -> str:
     """sha256 of a model file's content, hex; remembered in the state folder for as long as the file is unchanged.
 
-    Unchanged means the same path, size, modification time in nanoseconds and inode. `progress(done_bytes,
-    total_bytes)` is called after each chunk and ends the work by returning False. Blocks for about a second a GB:
-    run it in a thread.
+    Of a split model, of which any part may be named, the sha256 of its parts' digests. Unchanged means the same path,
+    size, modification time in nanoseconds and inode. `progress(done_bytes, total_bytes)` is called after each chunk
+    and ends the work by returning False. Blocks for about a second a GB: run it in a thread.
 
-    Raises ModelFileError when the file cannot be read, changes while it is read, or `progress` ended it.
+    Raises ModelFileError when a file cannot be read, changes while it is read, or `progress` ended it.
     """
     path = Path(path).absolute()
+    parts = read_header(path).parts if may_be_part(path) else ()
+    if len(parts) < 2:
+        return _file_digest(path, state_folder, progress)
+    whole = hashlib.sha256()
+    before, total = 0, sum(part.file_bytes for part in parts)
+    for part in parts:
+        whole.update(bytes.fromhex(_file_digest(Path(part.path), state_folder, _of_all(progress, before, total))))
+        before += part.file_bytes
+    return whole.hexdigest()
+
+
+def _of_all(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Progress through one of several files, told as progress through all."""
+    return None if progress is None else lambda done, _: progress(before + done, total)
+
+
+def _file_digest(path: Path, state_folder: Path | None, progress: Progress | None) -> str:
     try:
         with path.open("rb") as file:
-            before = _Identity.of(file.fileno(), path)
+            before = FileIdentity.of(file.fileno(), path)
             known = _remembered(state_folder, before)
             if known is not None:
                 return known
@@ -152,7 +172,7 @@ def weights_digest(
                 done += len(chunk)
                 if progress is not None and not progress(done, before.size_bytes):
                     raise ModelFileError(f"Reading the model file {path} was ended before it was finished.")
-            if _Identity.of(file.fileno(), path) != before or done != before.size_bytes:
+            if FileIdentity.of(file.fileno(), path) != before or done != before.size_bytes:
                 raise ModelFileError(f"The model file {path} changed while it was read. Try again when it is complete.")
     except FileNotFoundError:
         raise ModelFileError(f"There is no model file at {path}.") from None
@@ -164,20 +184,8 @@ def weights_digest(
     return found
 
 
-class _Identity(msgspec.Struct, frozen=True):
-    path: str
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, descriptor: int, path: Path) -> _Identity:
-        found = os.fstat(descriptor)
-        return cls(str(path), found.st_size, found.st_mtime_ns, found.st_ino)
-
-
 class _Remembered(msgspec.Struct, frozen=True):
-    identity: _Identity
+    identity: FileIdentity
     sha256: str
 
 
@@ -189,13 +197,13 @@ def _read_cache(folder: Path) -> list[_Remembered]:
         return []
 
 
-def _remembered(folder: Path | None, identity: _Identity) -> str | None:
+def _remembered(folder: Path | None, identity: FileIdentity) -> str | None:
     if folder is None:
         return None
     return next((entry.sha256 for entry in _read_cache(folder) if entry.identity == identity), None)
 
 
-def _remember(folder: Path, identity: _Identity, sha256: str) -> None:
+def _remember(folder: Path, identity: FileIdentity, sha256: str) -> None:
     """Replace the file whole, so that a reader or a crash never meets half of it. A failure only costs time later."""
     others = [entry for entry in _read_cache(folder) if entry.identity.path != identity.path]
     entries = [*others, _Remembered(identity, sha256)][-_CACHE_ENTRIES:]
