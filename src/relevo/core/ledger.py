@@ -62,6 +62,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Monotonic seconds."""
     reason: str | None = None
     """Why a figure is None."""
+    free_at_most_bytes: int | None = None
+    """Where free_bytes is None: what it cannot exceed. It may lower what is available, and never proves any."""
 
     @property
     def used_bytes(self) -> int | None:
@@ -241,7 +243,12 @@ class Ledger:
         reading, leased = self._reading, self.leased_bytes
         if reading is None or reading.total_bytes is None or reading.free_bytes is None:
             # Only a declared total can answer. Foreign use is not seen, which is what the headroom is for.
-            return None if self._declared_bytes is None else max(0, self._declared_bytes - leased - headroom)
+            if self._declared_bytes is None:
+                return None
+            by_promise = self._declared_bytes - leased
+            if reading is not None and reading.free_at_most_bytes is not None:
+                by_promise = min(by_promise, reading.free_at_most_bytes - self._not_yet_visible_bytes())
+            return max(0, by_promise - headroom)
         by_report = reading.free_bytes - self._not_yet_visible_bytes()
         by_promise = reading.total_bytes - reading.driver_reserved_bytes - leased - round(self._external)
         available = min(by_report, by_promise) - headroom
