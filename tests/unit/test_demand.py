@@ -7,19 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relevo.core.demand import (
-    DEVICE_START,
-    MIB,
-    Demand,
-    LoadOptions,
-    ModelShape,
-    cells_for,
-    device_layers,
-    load_options,
-    model_demand,
-)
+from relevo.core.demand import DEVICE_START, MIB, Demand, LoadOptions, cells_for, load_options, model_demand
 from relevo.core.errors import ModelFileError
 from relevo.core.events import StartModel
+from relevo.core.placement import device_layers
+from relevo.core.shape import LayerShape, ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 
@@ -31,12 +23,10 @@ SMOLLM = ModelShape(
     embedding=576,
     vocabulary_tokens=49152,
     context_trained_tokens=8192,
-    feed_forward=(1536,) * 30,
-    heads=(9,) * 30,
-    kv_heads=(3,) * 30,
-    key_length=64,
-    value_length=64,
-    layer_weights_bytes=(2_216_448,) * 30,
+    layers=(
+        LayerShape(weights_bytes=2_216_448, heads=9, kv_heads=3, key_length=64, value_length=64, feed_forward=1536),
+    )
+    * 30,
     input_weights_bytes=30_081_024,
     output_weights_bytes=2304,
     tied_table_bytes=30_081_024,
@@ -45,17 +35,20 @@ SMOLLM = ModelShape(
 # Llama-3.1-8B-Instruct Q4_K_M: 4,912,898,304 B of tensors, of them 281.81 MiB the table and about 410 the head.
 TABLE = 128256 * 4096 // 256 * 144
 HEAD = 128256 * 4096 // 256 * 210 + 4096 * 4
+LAYER = LayerShape(
+    weights_bytes=(4_912_898_304 - TABLE - HEAD) // 32,
+    heads=32,
+    kv_heads=8,
+    key_length=128,
+    value_length=128,
+    feed_forward=14336,
+)
 LLAMA = ModelShape(
     architecture="llama",
     embedding=4096,
     vocabulary_tokens=128256,
     context_trained_tokens=131072,
-    feed_forward=(14336,) * 32,
-    heads=(32,) * 32,
-    kv_heads=(8,) * 32,
-    key_length=128,
-    value_length=128,
-    layer_weights_bytes=((4_912_898_304 - TABLE - HEAD) // 32,) * 32,
+    layers=(LAYER,) * 32,
     input_weights_bytes=TABLE,
     output_weights_bytes=HEAD,
 )
@@ -159,7 +152,7 @@ def test_partly_offloaded_layers_take_their_cache_with_them(layers: int, kv: int
     device, host = model_demand(LLAMA, LoadOptions(on_device=True, gpu_layers=layers, context_tokens=8192))
     assert mib(device.kv_bytes) == kv
     assert mib(host.kv_bytes) == 1024 - kv
-    whole = LLAMA.input_weights_bytes + LLAMA.output_weights_bytes + sum(LLAMA.layer_weights_bytes)
+    whole = LLAMA.input_weights_bytes + LLAMA.output_weights_bytes + sum(layer.weights_bytes for layer in LLAMA.layers)
     assert (device.weights_bytes or 0) + (host.weights_bytes or 0) == whole
 
 
@@ -195,23 +188,22 @@ def test_what_the_formula_does_not_describe_is_unknown_with_a_reason(change: dic
     assert host.total_bytes is None
 
 
-def test_a_recurrent_model_has_neither_cache_nor_state_known() -> None:
-    device, _ = model_demand(msgspec.structs.replace(LLAMA, recurrent=True), LoadOptions(on_device=True))
-    assert (device.kv_bytes, device.state_bytes) == (None, None)
-    assert set(device.reasons) == {"kv_bytes", "state_bytes", "compute_bytes"}
+def with_layers(*layers: LayerShape, **changes: object) -> ModelShape:
+    return msgspec.structs.replace(LLAMA, layers=layers, **changes)  # type: ignore[arg-type]
+
+
+def test_what_a_header_cannot_tell_is_unknown_with_its_reason() -> None:
+    why = {"kv_bytes": "It keeps something strange.", "state_bytes": "It keeps something strange."}
+    device, host = model_demand(msgspec.structs.replace(LLAMA, unknown=why), LoadOptions(on_device=True))
+    assert (device.kv_bytes, device.state_bytes, device.total_bytes) == (None, None, None)
+    assert device.reasons == why
+    assert host.total_bytes is None
     assert device.known_bytes > 4403 * MIB
 
 
 def test_compressed_attention_has_no_value_cache() -> None:
     """DeepSeek-V2-Lite at 32k: 972 MiB."""
-    lite = msgspec.structs.replace(
-        LLAMA,
-        latent_attention=True,
-        kv_heads=(1,) * 27,
-        layer_weights_bytes=(0,) * 27,
-        key_length=576,
-        value_length=512,
-    )
+    lite = with_layers(*(LayerShape(heads=16, kv_heads=1, key_length=576, value_length=0),) * 27, latent_attention=True)
     assert mib(on_device(lite, context_tokens=32768).kv_bytes) == 972
 
 
@@ -226,19 +218,11 @@ def test_compressed_attention_has_no_value_cache() -> None:
 )
 def test_layers_that_see_a_window_keep_only_the_window(context: int, rows: int, sequences: int, expected: int) -> None:
     """Gemma-3-12B: 48 layers, every sixth full, a window of 1024."""
-    gemma = msgspec.structs.replace(
-        LLAMA,
-        window_tokens=1024,
-        window_layers=tuple(layer % 6 < 5 for layer in range(48)),
-        kv_heads=(8,) * 48,
-        layer_weights_bytes=(0,) * 48,
-        key_length=256,
-        value_length=256,
-    )
+    full = LayerShape(heads=16, kv_heads=8, key_length=256, value_length=256)
+    slides = msgspec.structs.replace(full, slides=True)
+    gemma = with_layers(*(*(slides,) * 5, full) * 8, window_tokens=1024)
     options = {"context_tokens": context, "ubatch_tokens": rows, "batch_tokens": 2048, "sequences": sequences}
     assert mib(on_device(gemma, **options).kv_bytes) == expected
-    unknown = msgspec.structs.replace(gemma, window_layers=())
-    assert mib(on_device(unknown, **options).kv_bytes) == 12288 * context / 32768
 
 
 def test_the_options_are_what_the_worker_makes_of_its_first_frame() -> None:
@@ -282,11 +266,11 @@ def shape(tmp_path: Path, keys: list[bytes], tensors: list[tuple[str, tuple[int,
 
 def test_the_shape_is_read_from_the_header(tmp_path: Path) -> None:
     found = shape(tmp_path, w.keys())
-    assert (found.layers, found.embedding, found.vocabulary_tokens, found.key_length) == (2, 64, 6, 16)
-    assert (found.heads, found.kv_heads, found.feed_forward) == ((4, 4), (2, 2), (96, 96))
-    assert found.layer_weights_bytes == (64 * 40 + 256, 0)
+    assert (found.embedding, found.vocabulary_tokens) == (64, 6)
+    like = LayerShape(heads=4, kv_heads=2, key_length=16, value_length=16, feed_forward=96)
+    assert found.layers == (msgspec.structs.replace(like, weights_bytes=64 * 40 + 256), like)
     assert (found.input_weights_bytes, found.output_weights_bytes, found.tied_table_bytes) == (408, 256, 408)
-    assert found.unusual is None
+    assert not found.unknown
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
@@ -301,33 +285,11 @@ def test_figures_by_layer_and_explicit_head_lengths_are_taken(tmp_path: Path) ->
         w.key("llama.attention.value_length", 4, 24),
     ]
     found = shape(tmp_path, keys)
-    assert (found.kv_heads, found.key_length, found.value_length) == ((2, 4), 32, 24)
+    assert [(layer.kv_heads, layer.key_length, layer.value_length) for layer in found.layers] == [
+        (2, 32, 24),
+        (4, 32, 24),
+    ]
     assert on_host(found, context_tokens=256).kv_bytes == 256 * (2 + 4) * (32 + 24) * 2
-
-
-def test_which_layers_slide_is_read_where_the_header_says_it(tmp_path: Path) -> None:
-    window = w.key("llama.attention.sliding_window", 4, 512)
-    name = "llama.attention.sliding_window_pattern"
-    assert shape(tmp_path, [*w.keys(), window]).window_layers == ()
-    assert shape(tmp_path, [*w.keys(), window, w.key(name, 4, 2)]).window_layers == (True, False)
-    assert shape(tmp_path, [*w.keys(), window, w.array(name, 7, [False, True])]).window_layers == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [
-        (w.key("llama.expert_count", 4, 8), "experts"),
-        (w.key("llama.attention.sliding_window", 4, 512), "window_tokens"),
-        (w.key("llama.ssm.state_size", 4, 16), "recurrent"),
-        (w.key("llama.nextn_predict_layers", 4, 1), "predicts_ahead"),
-        (w.key("llama.attention.causal", 7, False), "embeds"),
-        (w.key("llama.pooling_type", 4, 1), "embeds"),
-    ],
-)
-def test_what_makes_a_model_unusual_is_seen_in_its_header(tmp_path: Path, key: bytes, field: str) -> None:
-    found = shape(tmp_path, [*w.keys(), key])
-    assert getattr(found, field)
-    assert found.unusual is not None
 
 
 @pytest.mark.parametrize(

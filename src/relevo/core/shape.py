@@ -17,6 +17,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors of the layer."""
     expert_bytes: int = 0
     """Of these, the experts' tensors, which a plan may leave in host RAM."""
+    repackable_bytes: int = 0
+    """Of these, matrices of a type that a CPU can keep in another order, made for its wide registers."""
     heads: int = 0
     """Query heads; 0: the layer has no attention."""
     kv_heads: int = 0
@@ -30,6 +32,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has a KV cache of its own: not where it has no attention, or reads an earlier layer's."""
     slides: bool = False
     """Whether it sees only the window."""
+    indexer_key_length: int = 0
+    """Width of the key that the indexer of sparse attention keeps beside; 0: the layer has none."""
     conv_state: int = 0
     """Elements of a recurrent layer's convolution or shift state (n_r)."""
     mixer_state: int = 0
@@ -61,6 +65,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Has layers for multi-token prediction, which bring a context of their own."""
     embeds: bool = False
     """An embedding or encoder model: every row of a batch is an output."""
+    output_repackable_bytes: int = 0
+    """Of the head, or of the table that is used as one: what a CPU can keep in another order."""
     unknown: dict[str, str] = {}
     """Parts of the demand that the closed form cannot give for this model, with the reason as a plain sentence."""
 

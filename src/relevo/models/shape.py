@@ -1,24 +1,60 @@
-"""From a file's header to the record that its memory is computed from."""
+"""From a file's header to the record that its memory is computed from.
+
+The tensor table decides what a layer is (attention, a state, experts), the keys how wide it is, and `engine_rules`
+what only the engine's code knows. Where they contradict each other nothing is claimed: the part is unknown.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from relevo.core.demand import ModelShape
+import msgspec
+
 from relevo.core.errors import ModelFileError
-from relevo.models.gguf import GgufHeader, LongArray
+from relevo.core.shape import LayerShape, ModelShape
+from relevo.models import engine_rules as rules
+from relevo.models.gguf import GgufHeader, LongArray, Tensor
+from relevo.models.states import state_widths
 
 MAX_LAYERS = 4096
-_LAYER = re.compile(r"blk\.(\d{1,4})\.")
-_INPUT_TENSORS = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
-_RECURRENT_KEYS = (
-    "ssm.conv_kernel",
-    "ssm.state_size",
-    "wkv.head_size",
-    "shortconv.l_cache",
-    "kda.head_dim",
-    "full_attention_interval",
+_LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)")
+_INPUT_TENSORS = frozenset({"token_embd", "token_types", "position_embd", "per_layer_token_embd", "hrm_z_l_init"})
+_FIRST_LAYER_TENSORS = frozenset(
+    {"token_embd_norm", "per_layer_model_proj", "per_layer_proj_norm", "rope_freqs"}
+    | {"rope_factors_long", "rope_factors_short"}
 )
+_ATTENTION = ("attn_q.", "attn_k.", "attn_qkv.", "attn_q_a.", "attn_kv_a_mqa.", "attn_output.")
+_STATE = ("ssm_", "time_mix_", "shortconv.")
+_EXPERTS = re.compile(r"ffn_(up|down|gate|gate_up)_(ch)?exps\.")
+
+
+class _Layer:
+    """What the tensor table says of one layer."""
+
+    def __init__(self) -> None:
+        self.weights_bytes = 0
+        self.expert_bytes = 0
+        self.names: set[str] = set()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.names.add(name)
+        self.weights_bytes += tensor.size_bytes
+        if _EXPERTS.match(name):
+            self.expert_bytes += tensor.size_bytes
+
+    def has(self, prefixes: Iterable[str]) -> bool:
+        return any(name.startswith(prefix) for name in self.names for prefix in prefixes)
+
+
+class _Table(msgspec.Struct):
+    """The tensor table by place."""
+
+    layers: list[_Layer]
+    input_bytes: int = 0
+    output_bytes: int = 0
+    embedding_table_bytes: int = 0
+    has_head: bool = False
 
 
 def shape_of(header: GgufHeader) -> ModelShape:
@@ -26,58 +62,192 @@ def shape_of(header: GgufHeader) -> ModelShape:
 
     Raises ModelFileError when a fact that every transformer states is missing or cannot be true.
     """
-    layers = _required(header, "block_count")
-    if layers > MAX_LAYERS:
-        raise _wrong(header, f"it claims {layers} layers")
+    count = _required(header, "block_count")
+    if count > MAX_LAYERS:
+        raise _wrong(header, f"it claims {count} layers")
     embedding = _required(header, "embedding_length")
-    recurrent = any(header.of_model(key) is not None for key in _RECURRENT_KEYS)
-    heads = _per_layer(header, "attention.head_count", layers, 0 if recurrent else None)
-    kv_heads = _per_layer(header, "attention.head_count_kv", layers, None) if _has(header, "head_count_kv") else heads
-    most_heads = max(heads, default=0)
-    head_length = embedding // most_heads if most_heads else 0
     if header.vocabulary_tokens is None:
         raise _wrong(header, "it states no vocabulary size")
-    by_layer, inputs, outputs = [0] * layers, 0, 0
-    names = set()
-    for tensor in header.tensors:
-        names.add(tensor.name)
-        found = _LAYER.match(tensor.name)
-        if found:
-            layer = int(found[1])
-            if layer >= layers:
-                raise _wrong(header, f"the tensor {tensor.name!r} belongs to no layer")
-            by_layer[layer] += tensor.size_bytes
-        elif tensor.name.startswith(_INPUT_TENSORS):
-            inputs += tensor.size_bytes
-        else:
-            outputs += tensor.size_bytes
-    table = next((t.size_bytes for t in header.tensors if t.name == "token_embd.weight"), 0)
+    table = _table(header, count)
+    ahead = _optional(header, "nextn_predict_layers", 0)
+    if ahead > count:
+        raise _wrong(header, f"it claims {ahead} of its {count} layers to predict ahead")
+    trunk = count - ahead
+    window, slides = _window(header, trunk, count)
+    unknown = _unknown(header, table, trunk)
+    latent = any(layer.has(("attn_k_b.",)) for layer in table.layers)
     return ModelShape(
         architecture=header.architecture,
         embedding=embedding,
         vocabulary_tokens=header.vocabulary_tokens,
         context_trained_tokens=header.context_trained_tokens,
-        feed_forward=_per_layer(header, "feed_forward_length", layers, 0),
-        heads=heads,
-        kv_heads=kv_heads,
-        key_length=_optional(header, "attention.key_length", head_length),
-        value_length=_optional(header, "attention.value_length", head_length),
-        layer_weights_bytes=tuple(by_layer),
-        input_weights_bytes=inputs,
-        output_weights_bytes=outputs,
-        tied_table_bytes=0 if "output.weight" in names else table,
+        layers=_layers(header, table, slides, trunk, latent=latent),
+        input_weights_bytes=table.input_bytes,
+        output_weights_bytes=table.output_bytes,
+        tied_table_bytes=0 if table.has_head else table.embedding_table_bytes,
         experts=_optional(header, "expert_count", 0),
-        latent_attention=any(".attn_k_b." in name for name in names),
-        window_tokens=_optional(header, "attention.sliding_window", 0) or None,
-        window_layers=_window_layers(header, layers),
-        recurrent=recurrent or any(".ssm_" in name or ".time_mix_" in name for name in names),
-        predicts_ahead=_optional(header, "nextn_predict_layers", 0) > 0,
-        embeds=header.of_model("attention.causal") is False or header.of_model("pooling_type") is not None,
+        experts_used=max(_per_layer(header, "expert_used_count", count, 0)),
+        expert_feed_forward=max(_per_layer(header, "expert_feed_forward_length", count, 0)),
+        shared_expert_feed_forward=_optional(header, "expert_shared_feed_forward_length", 0),
+        latent_attention=latent,
+        window_tokens=window,
+        predicts_ahead=ahead > 0,
+        embeds=header.of_model("attention.causal") is False
+        or header.of_model("pooling_type") is not None
+        or header.architecture in rules.KEEPS_NOTHING,
+        unknown=unknown,
     )
 
 
-def _has(header: GgufHeader, key: str) -> bool:
-    return header.of_model(f"attention.{key}") is not None
+def _table(header: GgufHeader, count: int) -> _Table:
+    table = _Table([_Layer() for _ in range(count)])
+    for tensor in header.tensors:
+        found = _LAYER.fullmatch(tensor.name)
+        stem = tensor.name.rpartition(".")[0]
+        if found:
+            layer = int(found[1])
+            if layer >= count:
+                raise _wrong(header, f"the tensor {tensor.name!r} belongs to no layer")
+            table.layers[layer].add(found[2], tensor)
+        elif stem in _INPUT_TENSORS:
+            table.input_bytes += tensor.size_bytes
+            if tensor.name == "token_embd.weight":
+                table.embedding_table_bytes = tensor.size_bytes
+        elif stem in _FIRST_LAYER_TENSORS:
+            table.layers[0].weights_bytes += tensor.size_bytes
+        else:
+            table.output_bytes += tensor.size_bytes
+            table.has_head |= tensor.name == "output.weight"
+    return table
+
+
+def _layers(
+    header: GgufHeader, table: _Table, slides: tuple[bool, ...], trunk: int, *, latent: bool
+) -> tuple[LayerShape, ...]:
+    count = len(table.layers)
+    heads = _per_layer(header, "attention.head_count", count, 0 if _keeps_states(table) else None)
+    kv_heads = _per_layer(header, "attention.head_count_kv", count, heads)
+    feed_forward = _per_layer(header, "feed_forward_length", count, 0)
+    full, window = _head_lengths(header, heads[0])
+    cached = rules.LAYERS_WITH_CACHE.get(header.architecture, count)
+    if header.architecture in rules.READS_SHARED_LAYERS:
+        cached -= min(cached, _optional(header, "attention.shared_kv_layers", 0))
+    recurrent = _recurrent_layers(header, table, trunk)
+    conv, mixer = state_widths(header, heads[0], full[0])
+    indexer = _optional(header, "attention.indexer.key_length", 0)
+    layers = []
+    for at, found in enumerate(table.layers):
+        in_trunk = at < trunk
+        key, value = window if slides[at] else full
+        attends = not any(recurrent) or (found.has(_ATTENTION) and not (recurrent[at] and _linear(header)))
+        layers.append(
+            LayerShape(
+                # Layers that predict ahead are left in the file: the engine loads them for a draft's context only.
+                weights_bytes=found.weights_bytes if in_trunk else 0,
+                expert_bytes=found.expert_bytes if in_trunk else 0,
+                heads=heads[at],
+                kv_heads=kv_heads[at],
+                key_length=key,
+                value_length=0 if latent else value,
+                feed_forward=feed_forward[at],
+                holds_kv=in_trunk and attends and at < cached and header.architecture not in rules.KEEPS_NOTHING,
+                slides=slides[at],
+                indexer_key_length=indexer if in_trunk and found.has(("indexer.attn_k.",)) else 0,
+                conv_state=conv if recurrent[at] else 0,
+                mixer_state=mixer if recurrent[at] else 0,
+            )
+        )
+    return tuple(layers)
+
+
+def _keeps_states(table: _Table) -> bool:
+    return any(layer.has(_STATE) for layer in table.layers)
+
+
+def _linear(header: GgufHeader) -> bool:
+    return header.architecture in rules.LINEAR_ATTENTION_PERIOD
+
+
+def _recurrent_layers(header: GgufHeader, table: _Table, trunk: int) -> tuple[bool, ...]:
+    """By the layer's tensors; linear attention looks like the other kind, and goes by the keys."""
+    count = len(table.layers)
+    if not _linear(header):
+        return tuple(at < trunk and layer.has(_STATE) for at, layer in enumerate(table.layers))
+    stated = header.of_model("attention.recurrent_layers")
+    if isinstance(stated, tuple) and len(stated) == count:
+        return tuple(at < trunk and bool(item) for at, item in enumerate(stated))
+    period = _optional(header, "full_attention_interval", rules.LINEAR_ATTENTION_PERIOD[header.architecture])
+    return tuple(at < trunk and (at + 1) % max(1, period) != 0 for at in range(count))
+
+
+def _head_lengths(header: GgufHeader, first_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(keys, values) of one head: in a layer that sees everything, and in one that sees a window.
+
+    Without heads in its first layer a model is taken for one without attention, whatever it states.
+    """
+    if not first_heads and header.architecture not in rules.READS_KEY_LENGTH_AGAIN:
+        full = (0, 0)
+    else:
+        default = _required(header, "embedding_length") // first_heads if first_heads else 0
+        full = (
+            _optional(header, "attention.key_length", default),
+            _optional(header, "attention.value_length", default),
+        )
+    return full, (
+        _optional(header, "attention.key_length_swa", full[0]),
+        _optional(header, "attention.value_length_swa", full[1]),
+    )
+
+
+def _window(header: GgufHeader, trunk: int, count: int) -> tuple[int | None, tuple[bool, ...]]:
+    """The window, and which layers slide. A pattern is a period, or says it of each layer."""
+    rule = rules.WINDOWS.get(header.architecture)
+    none = (False,) * count
+    if rule is None or (rule.layers is not None and rule.layers != trunk):
+        return None, none
+    tokens = _optional(header, "attention.sliding_window", rule.default_tokens)
+    if not tokens:
+        return None, none
+    tokens = rule.fixed_tokens or tokens
+    pattern = header.of_model("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple) and rule.period != 0:
+        padded = (*pattern, *none)[:count]
+        return tokens, tuple(bool(slides) for slides in padded)
+    period = rule.period
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0 and period:
+        period = pattern
+    if period is None:
+        raise _wrong(header, "it has a sliding window and does not state which layers see it")
+    full = 0 if rule.first_is_full else period - 1
+    return tokens, tuple(at < trunk and (period == 0 or at % period != full) for at in range(count))
+
+
+def _unknown(header: GgufHeader, table: _Table, trunk: int) -> dict[str, str]:
+    """Parts that the formulas do not describe for this model, with the reason."""
+    why = _why_unknown(header, table, trunk)
+    return {} if why is None else {"kv_bytes": why, "state_bytes": why}
+
+
+def _why_unknown(header: GgufHeader, table: _Table, trunk: int) -> str | None:
+    for key, sentence in rules.UNUSUAL_KEYS.items():
+        if header.of_model(key) is not None:
+            return sentence
+    if header.architecture not in rules.ARCHITECTURES:
+        return f"What the architecture {header.architecture!r} keeps for its sequences has not been measured."
+    prefix = f"{header.architecture}.attention."
+    strange = [
+        key for key in header.metadata if key.startswith(prefix) and key[len(prefix) :] not in rules.ATTENTION_KEYS
+    ]
+    if strange:
+        return f"The key {strange[0]!r} is not one that this engine has."
+    compressed = _optional(header, "attention.key_length_mla", 0) > 0
+    if compressed != any(layer.has(("attn_k_b.",)) for layer in table.layers):
+        return "Its keys and its tensors do not agree whether attention is compressed."
+    if trunk < len(table.layers) and _keeps_states(table) and not _linear(header):
+        return "It has recurrent layers and layers that predict ahead."
+    if _optional(header, "attention.indexer.key_length", 0) and not compressed:
+        return "It has an indexer beside ordinary keys and values."
+    return None
 
 
 def _required(header: GgufHeader, key: str) -> int:
@@ -96,11 +266,11 @@ def _optional(header: GgufHeader, key: str, otherwise: int) -> int:
     return int(value)
 
 
-def _per_layer(header: GgufHeader, key: str, layers: int, otherwise: int | None) -> tuple[int, ...]:
+def _per_layer(header: GgufHeader, key: str, layers: int, otherwise: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """A figure that files give once for all layers, or for each."""
     value = header.of_model(key)
     if value is None and otherwise is not None:
-        return (otherwise,) * layers
+        return otherwise if isinstance(otherwise, tuple) else (otherwise,) * layers
     if isinstance(value, int) and value >= 0:
         return (int(value),) * layers
     if isinstance(value, tuple) and len(value) == layers:
@@ -111,16 +281,6 @@ def _per_layer(header: GgufHeader, key: str, layers: int, otherwise: int | None)
         raise _wrong(header, f"it does not state {header.architecture}.{key}")
     length = value.length if isinstance(value, LongArray) else len(value)
     raise _wrong(header, f"{header.architecture}.{key} has {length} entries for {layers} layers")
-
-
-def _window_layers(header: GgufHeader, layers: int) -> tuple[bool, ...]:
-    """By layer where the file says so, or every n-th layer full; empty where only the architecture's code knows."""
-    pattern = header.of_model("attention.sliding_window_pattern")
-    if isinstance(pattern, tuple) and len(pattern) == layers:
-        return tuple(bool(slides) for slides in pattern)
-    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
-        return tuple(layer % pattern < pattern - 1 for layer in range(layers))
-    return ()
 
 
 def _wrong(header: GgufHeader, what: str) -> ModelFileError:

@@ -14,11 +14,11 @@ import msgspec
 
 from relevo.config import Config, DeviceConfig, ModelConfig
 from relevo.core.breaker import Breaker, BreakerRecord
-from relevo.core.demand import ModelShape
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
 from relevo.core.ledger import Ledger
+from relevo.core.shape import ModelShape
 from relevo.devices.device import Device
 from relevo.devices.ggml import EngineDevice, EngineFacts, inspect
 from relevo.devices.host import HostDevice, default_threads

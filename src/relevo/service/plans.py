@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from relevo.config import ModelConfig, flash_attention_of
-from relevo.core.demand import DEVICE_START, Demand, ModelShape, load_options, model_demand
+from relevo.core.demand import DEVICE_START, Demand, load_options, model_demand
 from relevo.core.events import StartModel
+from relevo.core.shape import ModelShape
 
 PROCESS_BYTES = 512 * 2**20
 """Bound on a worker's private memory besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
@@ -47,7 +48,7 @@ def cpu_plan(name: str, config: ModelConfig, path: Path, libraries: Path, *, on_
 
 def gpu_plan(cpu: StartModel, config: ModelConfig, shape: ModelShape, engine_device: str) -> StartModel:
     """How the worker on a real card is started. Twins share the KV type and flash attention, not the profile."""
-    layers = shape.layers + 1  # the output head counts as one
+    layers = shape.layer_count + 1  # the output head counts as one
     return msgspec.structs.replace(
         cpu,
         route="gpu" if config.gpu_layers >= layers else "hybrid",

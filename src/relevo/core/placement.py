@@ -1,0 +1,40 @@
+"""Where a load's tensors lie: which layers go to the device, and what stays on the host.
+
+Source: the layer assignment of llama-model.cpp, llama.cpp v0.5.0: the output head counts as one layer and goes
+first, then the last repeating layers.
+"""
+
+from __future__ import annotations
+
+from relevo.core.load import LoadOptions
+from relevo.core.shape import ModelShape
+
+
+def device_layers(shape: ModelShape, options: LoadOptions) -> tuple[int, bool]:
+    """(repeating layers on the device, whether the output head is there). The last layers go first."""
+    if not options.on_device:
+        return 0, False
+    count = max(0, min(options.gpu_layers, shape.layer_count + 1))
+    return max(0, count - 1), count > 0
+
+
+def weights_bytes(shape: ModelShape, options: LoadOptions) -> tuple[int, int]:
+    """Tensors by where they lie: (on the device, on the host). A tied table that the device copies counts twice."""
+    layers, head = device_layers(shape, options)
+    first = shape.layer_count - layers
+    left_experts = sum(layer.expert_bytes for layer in shape.layers[first : first + options.host_expert_layers])
+    device = sum(layer.weights_bytes for layer in shape.layers[first:]) - left_experts
+    host = shape.input_weights_bytes + sum(layer.weights_bytes for layer in shape.layers[:first]) + left_experts
+    if head:
+        return device + shape.output_weights_bytes + shape.tied_table_bytes, host
+    return device, host + shape.output_weights_bytes
+
+
+def repacked_bytes(shape: ModelShape, options: LoadOptions) -> int:
+    """Bound on the second, private copy that a CPU keeps of the host's matrices, in another order.
+
+    Only where nothing goes to a device: a load with one leaves the host's layers as they are.
+    """
+    if not options.repack or options.on_device:
+        return 0
+    return sum(layer.repackable_bytes for layer in shape.layers) + shape.output_repackable_bytes
