@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from relevo.core.cells import PROBE_CELLS
-from relevo.core.errors import LibraryError
+from relevo.core.errors import LibraryError, ModelFileError
 from relevo.core.events import StartModel
 from relevo.workers.llama.native import LayoutMismatch, Native, load_native
+from relevo.workers.llama.parameters import (
+    KV_TYPES,
+    UNQUANTIZED,
+    ModelParameters,
+    context_parameters,
+    model_parameters,
+    sequences,
+)
 from relevo.workers.llama.vocabulary import Vocabulary
 
-KV_TYPES: Final = {"f16": 1, "q8_0": 8}  # ggml's numbers
 PROBE_TOKENS_MAX: Final = 16
 _PROBE_TEXT: Final = "The capital of France is"
 _MEMORY_WORDS = re.compile(r"alloc|out of memory|OutOf\w*Memory|mmap failed|bad_alloc|Cannot allocate", re.IGNORECASE)
@@ -37,6 +45,14 @@ class StartFailure(Exception):
 
 class ProbeFault(Exception):
     """The probe's inference did not work; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A loaded llama_model, and what its parameters point to: the engine reads that again later."""
+
+    handle: Any
+    parameters: ModelParameters
 
 
 class Rows:
@@ -86,14 +102,14 @@ class Rows:
 class Model:
     """Weights, context and vocabulary of one GGUF file on one device. Made by `load`."""
 
-    def __init__(self, native: Native, handle: Any, context: Any, start: StartModel) -> None:
+    def __init__(self, native: Native, weights: Weights, context: Any, start: StartModel) -> None:
         self.native = native
-        self.vocabulary = Vocabulary(native, handle)
+        self.vocabulary = Vocabulary(native, weights.handle)
         self.vocabulary_tokens = self.vocabulary.n_vocab
         self.strict = start.profile == "strict"
         self.slots = start.slots
         self._call = native.call
-        self._handle = handle
+        self._weights = weights
         self._context = context
         self._memory = native.call.llama_get_memory(context)
         per_sequence = int(native.call.llama_n_ctx_seq(context))
@@ -133,7 +149,7 @@ class Model:
     def free(self) -> None:
         """Give the memory back. The object is useless afterwards."""
         self._call.llama_free(self._context)
-        self._call.llama_model_free(self._handle)
+        self._call.llama_model_free(self._weights.handle)
 
     def probe(self, tokens: int, sequence: int) -> list[int]:
         """A small real inference in this (empty) sequence: greedy tokens after a fixed prompt.
@@ -171,28 +187,37 @@ def load(start: StartModel) -> tuple[Native, Model]:
 
     Raises StartFailure.
     """
-    _check(start)
+    check(start)
+    native = open_libraries(start)
+    device = find_device(native, start)
+    weights = load_weights(native, start, device)
+    context = make_context(native, weights, start)
+    return native, Model(native, weights, context, start)
+
+
+def open_libraries(start: StartModel) -> Native:
+    """The libraries a load needs. Raises StartFailure."""
     try:
-        native = load_native(Path(start.libraries), start.cpu_variant, gpu=start.device != "cpu")
+        return load_native(Path(start.libraries), start.cpu_variant, gpu=start.device != "cpu")
     except LayoutMismatch as e:
         raise StartFailure("layout", e.message) from None
     except LibraryError as e:
         raise StartFailure("library", e.message) from None
-    device = None
-    if start.device != "cpu":
-        device = native.device_handle(start.device)
-        if device is None:
-            known = ", ".join(d.name for d in native.devices() if d.kind != "cpu") or "no GPU at all"
-            raise StartFailure("device", f"There is no device {start.device} here; the libraries see {known}.")
-    handle = _load_weights(native, start, device)
-    if device is not None:
-        _prove_layers_landed(native, handle, start)
-    context = _make_context(native, handle, start)
-    _prove_context(native, context, start)
-    return native, Model(native, handle, context, start)
 
 
-def _check(start: StartModel) -> None:
+def find_device(native: Native, start: StartModel) -> Any | None:
+    """The device that layers go to; None for the CPU. Raises StartFailure when it is not there."""
+    if start.device == "cpu":
+        return None
+    device = native.device_handle(start.device)
+    if device is None:
+        known = ", ".join(d.name for d in native.devices() if d.kind != "cpu") or "no GPU at all"
+        raise StartFailure("device", f"There is no device {start.device} here; the libraries see {known}.")
+    return device
+
+
+def check(start: StartModel) -> None:
+    """Whether all that is asked is within what native code bears. Raises StartFailure."""
     rules = (
         (start.profile in ("fast", "strict"), "The profile must be fast or strict."),
         (start.kv_type in KV_TYPES, f"The KV type must be one of {', '.join(KV_TYPES)}."),
@@ -204,7 +229,8 @@ def _check(start: StartModel) -> None:
         (start.batch_tokens >= PROBE_CELLS, f"A step must have at least {PROBE_CELLS} rows."),
         (1 <= start.ubatch_tokens <= 1 << 16, "A micro-batch must have between 1 and 65536 rows."),
         (start.prefill_chunk_tokens >= 1, "A prompt chunk must have at least one row."),
-        (start.kv_type == "f16" or start.flash_attention, "A quantized KV cache needs flash attention."),
+        (start.kv_type in UNQUANTIZED or start.flash_attention, "A quantized KV cache needs flash attention."),
+        (0 <= start.host_expert_layers <= 1024, "Between 0 and 1024 layers can leave their experts to the host."),
     )
     for holds, sentence in rules:
         if not holds:
@@ -219,77 +245,84 @@ def _check(start: StartModel) -> None:
         raise StartFailure("model_file", f"The file {path} is not a GGUF model.")
 
 
-def _load_weights(native: Native, start: StartModel, device: Any) -> Any:
-    ffi, call = native.ffi, native.call
-    parameters = call.llama_model_default_params()
-    devices = ffi.new("ggml_backend_dev_t[]", [device, ffi.NULL] if device is not None else [ffi.NULL])
-    parameters.devices = devices  # an empty list: no GPU even where its library is linked in
-    parameters.n_gpu_layers = start.gpu_layers if device is not None else 0
-    parameters.load_mode = 1 if start.use_mmap else 0
-    parameters.use_extra_bufts = start.repack and start.profile != "strict"
-    native.log.errors.clear()
-    handle = call.llama_model_load_from_file(os.fsencode(start.path), parameters)
-    if handle == ffi.NULL:
+def load_weights(native: Native, start: StartModel, device: Any | None, *, dry: bool = False) -> Weights:
+    """Load the weights, or in a dry run only what the file says of them. Raises StartFailure."""
+    call = native.call
+    try:
+        parameters = model_parameters(native, start, device, dry=dry)
+    except ModelFileError as e:
+        raise StartFailure("model_file", e.message) from None
+    native.log.begin_load()
+    handle = call.llama_model_load_from_file(os.fsencode(start.path), parameters.record)
+    if handle == native.ffi.NULL:
         reason = _reason(native)
         if _MEMORY_WORDS.search(reason):
             raise StartFailure("allocation", f"There is not enough memory for the weights of {start.path}: {reason}")
         raise StartFailure("model_file", f"The model file {start.path} cannot be loaded: {reason}")
+    weights = Weights(handle, parameters)
+    try:
+        _prove_weights(native, handle, start, dry)
+    except StartFailure:
+        call.llama_model_free(handle)
+        raise
+    return weights
+
+
+def _prove_weights(native: Native, handle: Any, start: StartModel, dry: bool) -> None:
+    call = native.call
     if not call.llama_model_has_decoder(handle) or call.llama_model_has_encoder(handle):
         raise StartFailure("model_file", f"The model {start.path} is not a decoder-only language model.")
     if call.llama_model_is_diffusion(handle):
         raise StartFailure("model_file", f"The model {start.path} is a diffusion model; only token by token ones run.")
-    return handle
+    if start.device != "cpu":
+        _prove_layers_landed(native, handle, start, dry)
 
 
-def _prove_layers_landed(native: Native, handle: Any, start: StartModel) -> None:
-    """A GPU was named: the layers must be on it. There is no quiet CPU instead."""
-    found = native.log.find(r"offloaded (\d+)/(\d+) layers to GPU")
-    landed, total = (int(found[1]), int(found[2])) if found else (0, int(native.call.llama_model_n_layer(handle)) + 1)
+def _prove_layers_landed(native: Native, handle: Any, start: StartModel, dry: bool) -> None:
+    """A GPU was named: the layers must be on it. There is no quiet CPU instead.
+
+    The engine tells each layer's device, the output head being one layer more; a dry run has no bytes to show.
+    """
+    total = int(native.call.llama_model_n_layer(handle)) + 1
+    if found := native.log.find(r"offloaded (\d+)/(\d+) layers to GPU"):
+        total = int(found[2])
     asked = total if start.gpu_layers < 0 else min(start.gpu_layers, total)
-    bytes_there = native.log.buffer_bytes("model", start.device)
-    if landed < asked or (asked > 0 and not bytes_there):
-        raise StartFailure(
-            "device", f"Only {landed if bytes_there else 0} of {asked} layers of the model landed on {start.device}."
-        )
+    landed = sum(device == start.device for device in native.log.facts.placed.values())
+    if not dry and not native.log.buffer_bytes("model", start.device):
+        landed = 0
+    if landed < asked:
+        raise StartFailure("device", f"Only {landed} of {asked} layers of the model landed on {start.device}.")
 
 
-def _make_context(native: Native, handle: Any, start: StartModel) -> Any:
-    strict = start.profile == "strict"
-    sequences = start.slots if strict else start.slots + 1  # one more for the probe; in strict it would cost a slot
-    parameters = native.call.llama_context_default_params()
-    parameters.n_ctx = start.context_tokens * start.slots if strict else start.context_tokens + PROBE_CELLS
-    parameters.n_batch = start.batch_tokens
-    parameters.n_ubatch = min(start.ubatch_tokens, start.batch_tokens)
-    parameters.n_seq_max = sequences
-    parameters.n_outputs_max = sequences  # fewer than n_seq_max aborts; more only costs memory
-    parameters.n_outputs_max_per_seq = 1
-    parameters.n_threads = parameters.n_threads_batch = start.threads
-    parameters.flash_attn_type = 1 if start.flash_attention or strict else 0
-    parameters.type_k = parameters.type_v = KV_TYPES["q8_0" if strict else start.kv_type]
-    parameters.kv_unified = not strict
-    parameters.swa_full = False  # sequences are only ever removed whole
+def make_context(native: Native, weights: Weights, start: StartModel) -> Any:
+    """A context for these weights, proved to be the one that was asked for. Raises StartFailure."""
+    parameters = context_parameters(native, start)
     native.log.errors.clear()
-    context = native.call.llama_init_from_model(handle, parameters)
+    context = native.call.llama_init_from_model(weights.handle, parameters)
     if context == native.ffi.NULL:
         reason = _reason(native)
         code = "allocation" if _MEMORY_WORDS.search(reason) else "internal"
         raise StartFailure(code, f"A context of {parameters.n_ctx} tokens could not be made: {reason}")
+    try:
+        _prove_context(native, context, start)
+    except StartFailure:
+        native.call.llama_free(context)
+        raise
     return context
 
 
 def _prove_context(native: Native, context: Any, start: StartModel) -> None:
     """Read back what was asked: a field written to the wrong place shows here."""
     call, strict = native.call, start.profile == "strict"
-    sequences = start.slots if strict else start.slots + 1
     flash = "enabled" if start.flash_attention or strict else "disabled"
     read_back = (
         ("n_batch", call.llama_n_batch(context), start.batch_tokens),
         ("n_ubatch", call.llama_n_ubatch(context), min(start.ubatch_tokens, start.batch_tokens)),
-        ("n_seq_max", call.llama_n_seq_max(context), sequences),
+        ("n_seq_max", call.llama_n_seq_max(context), sequences(start)),
         ("n_threads", call.llama_n_threads(context), start.threads),
         ("n_threads_batch", call.llama_n_threads_batch(context), start.threads),
         ("n_ctx", call.llama_n_ctx_seq(context) >= start.context_tokens, True),
-        ("n_outputs_max", _logged(native, r"n_outputs_max\s+= (\d+)"), str(sequences)),
+        ("n_outputs_max", _logged(native, r"n_outputs_max\s+= (\d+)"), str(sequences(start))),
         ("flash_attn", _logged(native, r"flash_attn\s+= (\w+)"), flash),
         ("kv_unified", _logged(native, r"kv_unified\s+= (\w+)"), "false" if strict else "true"),
     )

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from relevo.core.errors import LibraryError
+from relevo.workers.llama.native_log import NativeLog
 
 RELEASE: Final = "0.5.0"
 GGML_SERIES: Final = "0.25."
-_LOG_LINES_KEPT: Final = 2000
-_WARNING, _ERROR, _CONTINUED = 3, 4, 5
+_WARNING: Final = 3
 _GPU_BACKENDS: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "cann", "opencl")
-_BUFFER_LINE = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 _DEVICE_TYPES: Final = ("cpu", "gpu", "igpu", "accelerator", "meta")
 
 MODEL_DEFAULTS: Final[dict[str, int | float | bool | None]] = {
@@ -110,51 +107,6 @@ class CpuVariant:
     name: str  # "haswell"; "" for the one without a variant
     path: Path
     score: int | None
-
-
-class NativeLog:
-    """What the library says: a bounded tail of lines. Warnings and errors also go to stderr at once."""
-
-    def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_LOG_LINES_KEPT)
-        self.errors: deque[str] = deque(maxlen=50)
-        self._level = 0
-        self._open = ""
-
-    def add(self, level: int, text: str) -> None:
-        """One fragment from the library; lines come in one or several."""
-        if level != _CONTINUED:
-            self._level = level
-        self._open += text
-        *whole, self._open = self._open.split("\n")
-        for line in whole:
-            if not line.strip():
-                continue
-            self.lines.append(line)
-            if self._level >= _WARNING:
-                if self._level == _ERROR:
-                    self.errors.append(line)
-                print(line, file=sys.stderr, flush=True)
-
-    def buffer_bytes(self, kind: str, device: str | None = None) -> int | None:
-        """Sum of the "... buffer size" lines of this kind (model, KV, RS, compute, output), to 0.01 MiB.
-
-        With a device name only its own buffers count. None when no such line was seen.
-        """
-        sizes = [
-            float(found[3])
-            for line in self.lines
-            if (found := _BUFFER_LINE.search(line)) and found[2] == kind and (device is None or found[1] == device)
-        ]
-        return round(sum(sizes) * 1024 * 1024) if sizes else None
-
-    def find(self, pattern: str) -> re.Match[str] | None:
-        """The newest line in which this regular expression is found."""
-        expression = re.compile(pattern)
-        for line in reversed(self.lines):
-            if found := expression.search(line):
-                return found
-        return None
 
 
 class _Symbols:
