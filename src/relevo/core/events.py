@@ -117,10 +117,17 @@ class Ready(_Frame, frozen=True):
     context_trained_tokens: int
     load_ms: float
     probe_tokens: list[int]  # the answer to the first probe
-    model_bytes: int | None = None
+    # On a GPU route model, kv, state and compute are the device's alone; host_* is what it takes of host RAM beside.
+    model_bytes: int | None = None  # weights; mapped ones count from the first to the last tensor that is used
     kv_bytes: int | None = None
+    state_bytes: int | None = None  # of recurrent layers
     compute_bytes: int | None = None
-    output_bytes: int | None = None
+    output_bytes: int | None = None  # always host RAM
+    repacked_bytes: int | None = None  # weights once more, in the order this processor likes; always host RAM
+    host_model_bytes: int | None = None
+    host_kv_bytes: int | None = None
+    host_state_bytes: int | None = None
+    host_compute_bytes: int | None = None
 
 
 class StartFailed(_Frame, frozen=True):
@@ -197,6 +204,8 @@ class Heartbeat(_Frame, frozen=True):
     in_step_ms: float  # 0 when idle
     running: int
     rss_bytes: int
+    peak_rss_bytes: int | None = None  # the most that was ever resident
+    data_bytes: int | None = None  # private writable memory as RLIMIT_DATA counts it: when reserved
 
 
 class ProbeAnswer(_Frame, frozen=True):

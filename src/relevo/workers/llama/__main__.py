@@ -18,8 +18,6 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-import psutil  # type: ignore[import-untyped]
-
 from relevo.core.events import (
     Cancel,
     Heartbeat,
@@ -33,8 +31,10 @@ from relevo.core.events import (
 )
 from relevo.workers.frames import FrameError, FrameSocket
 from relevo.workers.llama.engine import Engine, EngineLost
+from relevo.workers.llama.footprint import OwnFootprint
 from relevo.workers.llama.model import Model, ProbeFault, StartFailure, load
 from relevo.workers.llama.native import Native
+from relevo.workers.llama.native_log import reported_bytes
 
 HEARTBEAT_S = 0.25
 _OK, _INTERNAL, _PROTOCOL, _ENGINE_LOST, _START_FAILED = 0, 1, 2, 3, 4
@@ -127,13 +127,14 @@ class Worker:
         exit_now(_OK)  # the gateway closed the socket or is gone: nobody is left to work for
 
     def _beat(self) -> None:
-        me = psutil.Process()
+        memory = OwnFootprint()
         while True:
             engine = self._engine
             began = engine.step_began if engine is not None else None
             in_step_ms = (time.monotonic() - began) * 1000 if began is not None else 0.0
             steps, running = (engine.steps, engine.running) if engine is not None else (0, 0)
-            self._send(Heartbeat(steps, in_step_ms, running, me.memory_info().rss))
+            now = memory.read()
+            self._send(Heartbeat(steps, in_step_ms, running, now.rss_bytes, now.peak_rss_bytes, now.data_bytes))
             time.sleep(HEARTBEAT_S)
 
     def _send(self, record: Any) -> None:
@@ -148,7 +149,6 @@ class Worker:
 def _describe(start: StartModel, native: Native, model: Model, answer: list[int], load_ms: float) -> Ready:
     on = start.device if start.device != "cpu" else None
     device = next((d for d in native.devices() if (d.name == on if on else d.kind == "cpu")), None)
-    log = native.log
     computes = device.backend if on and device else native.cpu_library or "linked in"
     return Ready(
         pid=os.getpid(),
@@ -162,16 +162,8 @@ def _describe(start: StartModel, native: Native, model: Model, answer: list[int]
         context_trained_tokens=model.vocabulary.n_ctx_train,
         load_ms=load_ms,
         probe_tokens=answer,
-        model_bytes=log.buffer_bytes("model", on),
-        kv_bytes=_sum(log.buffer_bytes("KV", on), log.buffer_bytes("RS", on)),
-        compute_bytes=log.buffer_bytes("compute", on),
-        output_bytes=log.buffer_bytes("output"),
+        **reported_bytes(native.log, on),
     )
-
-
-def _sum(*parts: int | None) -> int | None:
-    known = [part for part in parts if part is not None]
-    return sum(known) if known else None
 
 
 def main() -> NoReturn:

@@ -161,5 +161,34 @@ class NativeLog:
             self.facts.overridden.append(found[1])
 
 
+def reported_bytes(log: NativeLog, device: str | None) -> dict[str, int | None]:
+    """The sizes in Ready, by field. `device` None: a CPU route, where everything is the host's and is said once.
+
+    A kind of memory the engine printed nothing of is none at all, but a load without weights is not known.
+    """
+    host = {kind: log.host_bytes(kind, device) or 0 for kind in ("KV", "RS", "compute")}
+    found: dict[str, int | None] = {
+        "output_bytes": log.buffer_bytes("output"),
+        "repacked_bytes": log.repacked_bytes() or 0,
+    }
+    if device is None:
+        return found | {
+            "model_bytes": log.host_bytes("model", None),
+            "kv_bytes": host["KV"],
+            "state_bytes": host["RS"],
+            "compute_bytes": host["compute"],
+        }
+    return found | {
+        "model_bytes": log.buffer_bytes("model", device),
+        "kv_bytes": log.buffer_bytes("KV", device) or 0,
+        "state_bytes": log.buffer_bytes("RS", device) or 0,
+        "compute_bytes": log.buffer_bytes("compute", device) or 0,
+        "host_model_bytes": log.host_bytes("model", device),
+        "host_kv_bytes": host["KV"],
+        "host_state_bytes": host["RS"],
+        "host_compute_bytes": host["compute"],
+    }
+
+
 def _bytes(mebibytes: str) -> int:
     return round(float(mebibytes) * MIB)
