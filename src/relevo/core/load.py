@@ -6,6 +6,7 @@ import msgspec
 
 from relevo.core.cells import PROBE_CELLS
 from relevo.core.events import StartModel
+from relevo.core.repack import X86_TYPES
 
 MIB = 2**20
 
@@ -33,8 +34,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     flash_attention: bool = True
     use_mmap: bool = True
     """Weights on the host are pages of the file; else the process' own copy."""
-    repack: bool = False
-    """The CPU may keep weights in another order, in memory of the process' own."""
+    repacked_types: frozenset[str] = frozenset()
+    """Number types whose matrices the CPU keeps in another order, in memory of the process' own."""
     projector_bytes: int = 0
     context_bytes: int | None = 512 * MIB
     """Of the device's driver; `DEVICE_START` has values to begin with, until it is learned."""
@@ -70,11 +71,13 @@ def load_options(
     on_device: bool,
     learned: DeviceStart,
     fragmentation_bytes: int = 0,
+    repacked_types: frozenset[str] = X86_TYPES,
 ) -> LoadOptions:
     """The options that a worker makes of StartModel.
 
     The fast profile keeps one sequence more than slots, and cells for it, for probes; the strict one sets KV type
-    and flash attention itself, and never repacks. As many rows give logits as there are sequences.
+    and flash attention itself, and never repacks. As many rows give logits as there are sequences. `repacked_types`: of
+    this machine's CPU (`repack.repacked_types`).
     """
     strict = start.profile == "strict"
     sequences = start.slots if strict else start.slots + 1
@@ -91,7 +94,7 @@ def load_options(
         kv_type="q8_0" if strict else start.kv_type,
         flash_attention=strict or start.flash_attention,
         use_mmap=start.use_mmap,
-        repack=start.repack and not strict,
+        repacked_types=repacked_types if start.repack and not strict else frozenset(),
         context_bytes=learned.context_bytes,
         pool_bytes=learned.pool_bytes,
         fragmentation_bytes=fragmentation_bytes,

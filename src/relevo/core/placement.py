@@ -31,10 +31,13 @@ def weights_bytes(shape: ModelShape, options: LoadOptions) -> tuple[int, int]:
 
 
 def repacked_bytes(shape: ModelShape, options: LoadOptions) -> int:
-    """Bound on the second, private copy that a CPU keeps of the host's matrices, in another order.
+    """What the CPU's own order of the host's matrices costs beside the file's: a bound.
 
-    Only where nothing goes to a device: a load with one leaves the host's layers as they are.
+    All of them where the file is mapped, for its pages stay; only a tied table's second copy where it is read. None
+    where a device takes part: then the host's layers lie as they are.
     """
-    if not options.repack or options.on_device:
+    if options.on_device:
         return 0
-    return sum(layer.repackable_bytes for layer in shape.layers) + shape.output_repackable_bytes
+    if options.use_mmap:
+        return sum(size for kind, size in shape.repackable_bytes.items() if kind in options.repacked_types)
+    return shape.tied_table_bytes if shape.tied_table_type in options.repacked_types else 0

@@ -17,8 +17,6 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors of the layer."""
     expert_bytes: int = 0
     """Of these, the experts' tensors, which a plan may leave in host RAM."""
-    repackable_bytes: int = 0
-    """Of these, matrices of a type that a CPU can keep in another order, made for its wide registers."""
     heads: int = 0
     """Query heads; 0: the layer has no attention."""
     kv_heads: int = 0
@@ -65,8 +63,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Has layers for multi-token prediction, which bring a context of their own."""
     embeds: bool = False
     """An embedding or encoder model: every row of a batch is an output."""
-    output_repackable_bytes: int = 0
-    """Of the head, or of the table that is used as one: what a CPU can keep in another order."""
+    repackable_bytes: dict[str, int] = {}
+    """Matrices by number type, a tied table among them: what a CPU may keep in another order."""
+    tied_table_type: str | None = None
+    """Number type of a tied table."""
     unknown: dict[str, str] = {}
     """Parts of the demand that the closed form cannot give for this model, with the reason as a plain sentence."""
 

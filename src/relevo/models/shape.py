@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from relevo.core.errors import ModelFileError
+from relevo.core.repack import ROWS_STEP
 from relevo.core.shape import LayerShape, ModelShape
 from relevo.models import engine_rules as rules
 from relevo.models.gguf import GgufHeader, LongArray, Tensor
@@ -53,8 +54,9 @@ class _Table(msgspec.Struct):
     layers: list[_Layer]
     input_bytes: int = 0
     output_bytes: int = 0
-    embedding_table_bytes: int = 0
-    has_head: bool = False
+    embedding: Tensor | None = None
+    """The table of a model without a head of its own."""
+    repackable_bytes: dict[str, int] = {}
 
 
 def shape_of(header: GgufHeader) -> ModelShape:
@@ -84,7 +86,9 @@ def shape_of(header: GgufHeader) -> ModelShape:
         layers=_layers(header, table, slides, trunk, latent=latent),
         input_weights_bytes=table.input_bytes,
         output_weights_bytes=table.output_bytes,
-        tied_table_bytes=0 if table.has_head else table.embedding_table_bytes,
+        tied_table_bytes=0 if table.embedding is None else table.embedding.size_bytes,
+        tied_table_type=None if table.embedding is None else table.embedding.type,
+        repackable_bytes=table.repackable_bytes,
         experts=_optional(header, "expert_count", 0),
         experts_used=max(_per_layer(header, "expert_used_count", count, 0)),
         expert_feed_forward=max(_per_layer(header, "expert_feed_forward_length", count, 0)),
@@ -101,6 +105,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
 
 def _table(header: GgufHeader, count: int) -> _Table:
     table = _Table([_Layer() for _ in range(count)])
+    tied = not any(tensor.name == "output.weight" for tensor in header.tensors)
     for tensor in header.tensors:
         found = _LAYER.fullmatch(tensor.name)
         stem = tensor.name.rpartition(".")[0]
@@ -111,14 +116,22 @@ def _table(header: GgufHeader, count: int) -> _Table:
             table.layers[layer].add(found[2], tensor)
         elif stem in _INPUT_TENSORS:
             table.input_bytes += tensor.size_bytes
-            if tensor.name == "token_embd.weight":
-                table.embedding_table_bytes = tensor.size_bytes
         elif stem in _FIRST_LAYER_TENSORS:
             table.layers[0].weights_bytes += tensor.size_bytes
         else:
             table.output_bytes += tensor.size_bytes
-            table.has_head |= tensor.name == "output.weight"
+        if tensor.name == "token_embd.weight" and tied:
+            table.embedding = tensor
+        if (stem not in _INPUT_TENSORS or tensor is table.embedding) and _repackable(tensor):
+            table.repackable_bytes[tensor.type] = table.repackable_bytes.get(tensor.type, 0) + tensor.size_bytes
     return table
+
+
+def _repackable(tensor: Tensor) -> bool:
+    """A matrix, or one of each expert, whose rows come in the step of the CPU's kernels."""
+    dimensions = len([length for length in tensor.shape if length > 1])
+    experts = dimensions == 3 and "exps" in tensor.name
+    return (dimensions == 2 or experts) and tensor.shape[1] % ROWS_STEP == 0
 
 
 def _layers(
