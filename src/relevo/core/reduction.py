@@ -1,0 +1,181 @@
+"""Taking less: the least harmful combination of smaller options with which a load fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Final
+
+from msgspec.structs import replace
+
+from relevo.core.events import StartModel
+from relevo.core.room import Scales
+from relevo.core.units import size_text
+from relevo.core.verdict import Change
+from relevo.core.wish import CONTEXT_STEP_TOKENS, LoadWish
+
+UBATCH_TOKENS: Final = (256, 128, 64)
+"""The sizes a micro-batch is reduced to. It makes prompts slower, nothing else."""
+
+FLASH_HARM: Final = 1.0
+UBATCH_HARM: Final = 2.0
+SLOTS_HARM: Final = 10.0
+KV_HARM: Final = 35.0
+CONTEXT_HARM: Final = 40.0
+"""What each reduction costs whoever uses the model; micro-batch, slots and context for each halving, the context once
+more for being touched at all. Only their order and rough distance matter: prompts a little slower, fewer answers side
+by side, slightly other answers, conversations that do not fit."""
+
+
+def floor_tokens(wish: LoadWish) -> int:
+    """The context below which this load is never reduced."""
+    least = max(wish.least_context_tokens, wish.wanted_context_tokens, 1)
+    return min(wish.start.context_tokens, -(-least // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS)
+
+
+def least_reduction(wish: LoadWish, start: StartModel, holds: Callable[[StartModel], bool]) -> StartModel | None:
+    """The start that `holds` accepts, reduced from `start` with the least harm; None where not even the least does.
+
+    `holds` must be monotone in micro-batch, slots and context. In flash attention and KV type it need not be: a
+    quantized cache can bring a copy larger than what it saves. So each combination of these two is a branch.
+    """
+    floor = floor_tokens(wish) if "context" in wish.allow else start.context_tokens
+    branches = [branch for branch in _branches(wish, start) if holds(_floor_of(wish, branch, floor))]
+    found: StartModel | None = None
+    least = math.inf
+    for harm, candidate in sorted(_combinations(wish, start, branches), key=lambda pair: pair[0]):
+        if harm >= least:
+            break
+        if holds(candidate):
+            return candidate  # in order of harm, and any context costs more than the least found so far
+        tokens = _context_to_beat(start.context_tokens, floor, least - harm)
+        if tokens < start.context_tokens and holds(replace(candidate, context_tokens=tokens)):
+            tokens = _largest_context(candidate, tokens, holds)
+            found = replace(candidate, context_tokens=tokens)
+            least = harm + _context_harm(start.context_tokens, tokens)
+    return found
+
+
+def changes_between(wish: LoadWish, start: StartModel, to: StartModel, scales: Scales) -> tuple[Change, ...]:
+    """What differs, in the order of the ladder, each with what it frees of the device after those before it."""
+    changes: list[Change] = []
+    now = start
+    for what in _ORDER:
+        before, after = getattr(now, what), getattr(to, what)
+        if before == after:
+            continue
+        then = replace(now, **{what: after})
+        old, new = scales.load(now).device_bytes, scales.load(then).device_bytes
+        frees = None if old is None or new is None else old - new
+        changes.append(Change(what, before, after, frees, _sentence(wish, what, before, after, frees)))
+        now = then
+    return tuple(changes)
+
+
+_ORDER: Final = (
+    "flash_attention",
+    "ubatch_tokens",
+    "slots",
+    "kv_type",
+    "context_tokens",
+    "host_expert_layers",
+    "gpu_layers",
+    "use_mmap",
+    "repack",
+    "route",
+)
+
+
+def _sentence(wish: LoadWish, what: str, before: object, after: object, frees: int | None) -> str:
+    layers = wish.layers + 1
+    words = {
+        "flash_attention": "Flash attention is on",
+        "ubatch_tokens": f"Prompts are read {after} tokens at a time instead of {before}",
+        "slots": f"{after} answers side by side instead of {before}",
+        "kv_type": f"The KV cache is kept as {after} instead of {before}",
+        "context_tokens": f"A context of {after} tokens instead of {before}",
+        "host_expert_layers": f"The experts of {after} layers stay in RAM",
+        "gpu_layers": f"{after} of {layers} layers are on the device",
+        "use_mmap": "The weights are mapped from the file",
+        "repack": "The weights stay as they are in the file",
+        "route": f"The {after} route instead of the {before} route",
+    }[what]
+    if frees is None:
+        return f"{words}."
+    return f"{words}, which frees {size_text(frees)}." if frees > 0 else f"{words}."
+
+
+# -- the space of combinations
+
+
+def _branches(wish: LoadWish, start: StartModel) -> list[StartModel]:
+    """Flash attention and KV type as they may be. The strict profile fixes both; a quantized cache needs the first."""
+    branches = [start]
+    if start.profile == "strict":
+        return branches
+    if "flash_attention" in wish.allow and not start.flash_attention:
+        branches.append(replace(start, flash_attention=True))
+    if "kv_type" in wish.allow and start.kv_type == "f16":
+        branches += [replace(branch, kv_type="q8_0") for branch in branches if branch.flash_attention]
+    return branches
+
+
+def _ubatches(wish: LoadWish, start: StartModel) -> list[int]:
+    smaller = [tokens for tokens in UBATCH_TOKENS if tokens < start.ubatch_tokens] if "ubatch" in wish.allow else []
+    return [start.ubatch_tokens, *smaller]
+
+
+def _slots(wish: LoadWish, start: StartModel) -> list[int]:
+    slots = [start.slots]
+    while "slots" in wish.allow and slots[-1] > max(1, wish.least_slots):
+        slots.append(max(1, wish.least_slots, slots[-1] // 2))
+    return slots
+
+
+def _floor_of(wish: LoadWish, branch: StartModel, floor: int) -> StartModel:
+    return replace(
+        branch, ubatch_tokens=_ubatches(wish, branch)[-1], slots=_slots(wish, branch)[-1], context_tokens=floor
+    )
+
+
+def most_reduced(wish: LoadWish, start: StartModel) -> list[StartModel]:
+    """The smallest forms the load may have, one for each choice of flash attention and KV type."""
+    floor = floor_tokens(wish) if "context" in wish.allow else start.context_tokens
+    return [_floor_of(wish, branch, floor) for branch in _branches(wish, start)]
+
+
+def _combinations(wish: LoadWish, start: StartModel, branches: list[StartModel]) -> Iterator[tuple[float, StartModel]]:
+    """All combinations but the context's, each with its harm."""
+    for branch, ubatch, slots in product(branches, _ubatches(wish, start), _slots(wish, start)):
+        harm = FLASH_HARM if branch.flash_attention != start.flash_attention else 0.0
+        harm += KV_HARM if branch.kv_type != start.kv_type else 0.0
+        harm += UBATCH_HARM * math.log2(start.ubatch_tokens / ubatch) + SLOTS_HARM * math.log2(start.slots / slots)
+        yield harm, replace(branch, ubatch_tokens=ubatch, slots=slots)
+
+
+def _context_harm(before_tokens: int, after_tokens: int) -> float:
+    return CONTEXT_HARM * (1.0 + math.log2(before_tokens / after_tokens))
+
+
+def _context_to_beat(before_tokens: int, floor: int, harm: float) -> int:
+    """The smallest context whose harm is below this one, at least the floor; `before_tokens` where there is none."""
+    if harm == math.inf:
+        return floor
+    if harm <= CONTEXT_HARM:
+        return before_tokens
+    tokens = before_tokens / math.exp2(harm / CONTEXT_HARM - 1.0)
+    steps = math.floor(tokens / CONTEXT_STEP_TOKENS) + 1
+    return max(floor, min(before_tokens, steps * CONTEXT_STEP_TOKENS))
+
+
+def _largest_context(start: StartModel, held_tokens: int, holds: Callable[[StartModel], bool]) -> int:
+    """The largest context below the start's that fits, a multiple of 256 or `held_tokens`, which does fit."""
+    low, high = held_tokens // CONTEXT_STEP_TOKENS, -(-start.context_tokens // CONTEXT_STEP_TOKENS) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(replace(start, context_tokens=middle * CONTEXT_STEP_TOKENS)):
+            low = middle
+        else:
+            high = middle - 1
+    return max(held_tokens, low * CONTEXT_STEP_TOKENS)
