@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from relevo.core.events import Cancel, ChoiceStart, Probe, ProbeAnswer, Ready, Sampling, Step
+from relevo.core.events import Cancel, ChoiceStart, Extend, Heartbeat, Probe, ProbeAnswer, Ready, Sampling, Step
 from relevo.workers.llama.native import load_native
 from relevo.workers.llama.vocabulary import Vocabulary
 from tests.integration.llama_process import GREEDY, LlamaProcess, submit
@@ -207,6 +207,84 @@ def test_cancelling_ends_the_attempt_and_frees_its_cells(fast, ask):
     assert result.ended.outcome == "cancelled"
     assert len(result.only.tokens) < 30
     [again] = fast.run(submit(ask(QUESTIONS[0]), limit=900))  # fits only if the cells came back
+    assert again.ended.outcome == "completed"
+
+
+def extended(worker, order, *, by: int, slowly: bool):
+    """Run it in steps of so many tokens: each time in time, or only after it has paused."""
+    [start] = order.choices
+    held = by
+    worker.frames.send(msgspec.structs.replace(order, choices=[msgspec.structs.replace(start, held_tokens=held)]))
+
+    def extend(step: Step) -> None:
+        nonlocal held
+        [piece] = step.pieces
+        assert piece.position <= held, "never further than it holds cells for"
+        if piece.finish is None and piece.position == (held if slowly else held - 2):
+            if slowly:
+                worker.socket.settimeout(0.15)
+                with pytest.raises(TimeoutError):
+                    while True:  # heartbeats come, and nothing else
+                        worker.frames.receive(Heartbeat)
+                worker.socket.settimeout(None)
+            held += by
+            worker.frames.send(Extend(order.request_id, order.attempt, 0, held))
+
+    return worker.collect([(order.request_id, order.attempt)], extend)[order.request_id, order.attempt].only
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
+def test_an_answer_extended_step_by_step_equals_one_that_had_all_its_cells(strict, ask, sampling):
+    order = submit(ask(QUESTIONS[2]), 24, sampling)
+    [whole] = strict.run(order)
+    for attempt, slowly in ((2, False), (3, True)):
+        grown = extended(strict, msgspec.structs.replace(order, attempt=attempt), by=7, slowly=slowly)
+        assert (grown.tokens, grown.text, grown.finish) == (whole.only.tokens, whole.only.text, whole.only.finish)
+
+
+def test_a_pause_changes_nothing_for_one_sequence_in_the_fast_profile(fast, ask):
+    order = submit(ask(QUESTIONS[2]), 24, SEEDED)
+    [whole] = fast.run(order)
+    grown = extended(fast, msgspec.structs.replace(order, attempt=2), by=5, slowly=True)
+    assert (grown.tokens, grown.text) == (whole.only.tokens, whole.only.text)
+
+
+def test_two_long_answers_share_a_pool_that_holds_one_of_them_whole(fast, ask):
+    """The second pauses with its cells while the first goes on; when that has ended, it is given the rest."""
+    prompt = (ask(QUESTIONS[5]) * 20)[:420]
+    start, limit = 20, 100
+    first, second = (submit(prompt, choices=[ChoiceStart(0, limit, held_tokens=start)], ignore_eos=True) for _ in "ab")
+    assert 2 * len(prompt) + start + limit <= fast.ready.cells < 2 * (len(prompt) + limit)
+    last: dict[str, int] = {}
+
+    def extend(step: Step) -> None:
+        for piece in step.pieces:
+            last[piece.request_id] = piece.position
+        if last == {first.request_id: start, second.request_id: start}:
+            fast.frames.send(Extend(first.request_id, 1, 0, limit))
+        elif any(p.request_id == first.request_id and p.finish for p in step.pieces):
+            assert last[second.request_id] == start
+            fast.frames.send(Extend(second.request_id, 1, 0, limit))
+
+    fast.frames.send(first)
+    fast.frames.send(second)
+    results = fast.collect([(first.request_id, 1), (second.request_id, 1)], extend)
+    for order in (first, second):
+        result = results[order.request_id, 1]
+        assert (len(result.only.tokens), result.only.finish, result.ended.outcome) == (limit, "length", "completed")
+
+
+def test_cancelling_a_paused_answer_frees_its_cells(fast, ask):
+    prompt = ask(QUESTIONS[2])
+    order = submit(prompt, choices=[ChoiceStart(0, 900, held_tokens=4)], ignore_eos=True)
+    fast.frames.send(order)
+
+    def cancel(step: Step) -> None:
+        if step.pieces[-1].position == 4:
+            fast.frames.send(Cancel(order.request_id, 1))
+
+    assert fast.collect([(order.request_id, 1)], cancel)[order.request_id, 1].ended.outcome == "cancelled"
+    [again] = fast.run(submit(prompt, limit=fast.ready.cells - len(prompt), stop=["."]))
     assert again.ended.outcome == "completed"
 
 

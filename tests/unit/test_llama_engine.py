@@ -11,6 +11,7 @@ from relevo.core.events import (
     AttemptEnded,
     Cancel,
     ChoiceStart,
+    Extend,
     Prefilled,
     Probe,
     ProbeAnswer,
@@ -140,6 +141,129 @@ def test_an_attempt_runs_to_its_limit_and_gives_everything_back():
     house.submit("b", [5] * 95, limit=5)
     house.finish()
     assert house.end("b") == ("completed", None)
+
+
+def test_a_choice_that_has_drawn_what_it_holds_pauses_until_it_is_extended():
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 8, held_tokens=3)])
+    house.finish()
+    assert house.tokens("a") == [11, 12, 13]
+    assert not house.engine.busy, "nobody computes while everybody is paused"
+    assert house.engine.running == 1
+    steps = len(house.model.calls)
+    house.engine.extend(Extend("a", 1, 0, 5))
+    house.finish()
+    assert house.tokens("a") == [11, 12, 13, 14, 15]
+    assert len(house.model.calls) == steps + 2, "the pause cost no step"
+    house.engine.extend(Extend("a", 1, 0, 99))
+    house.finish()
+    assert house.tokens("a") == [11, 12, 13, 14, 15, 16, 17, 18], "an extension never lifts the limit"
+    assert house.end("a") == ("completed", None)
+
+
+def test_an_extension_that_comes_in_time_is_not_felt():
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 6, held_tokens=2)])
+    house.engine.step()
+    house.engine.extend(Extend("a", 1, 0, 6))
+    house.finish()
+    assert house.tokens("a") == [11, 12, 13, 14, 15, 16]
+    assert len(house.model.calls) == 6
+
+
+def test_a_paused_choice_does_not_stop_its_neighbours():
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 9, held_tokens=2), ChoiceStart(1, 9, held_tokens=4)])
+    house.submit("b", [30], limit=6)
+    house.finish()
+    assert (house.tokens("a", 0), house.tokens("a", 1)) == ([11, 12], [11, 12, 13, 14])
+    assert house.end("b") == ("completed", None)
+    assert all(len(tokens) == 1 for call in house.model.calls[1:] for tokens, *_ in call)
+
+
+def test_only_what_is_held_is_taken_from_the_pool():
+    house = House(cells=100)
+    house.submit("a", [10] * 40, choices=[ChoiceStart(0, 60, held_tokens=10)])
+    house.submit("b", [50] * 40, choices=[ChoiceStart(0, 60, held_tokens=10)])
+    house.submit("c", [1], limit=1)
+    assert house.end("c") == ("failed", "no_cells")
+    house.finish()
+    assert (len(house.tokens("a")), len(house.tokens("b"))) == (10, 10)
+    house.engine.cancel(Cancel("b", 1))
+    house.engine.extend(Extend("a", 1, 0, 60))
+    house.finish()
+    assert len(house.tokens("a")) == 60
+    assert house.end("a") == ("completed", None)
+
+
+def test_a_choice_that_ends_gives_its_cells_and_its_sequence_back_before_its_neighbours_end():
+    house = House(cells=40, slots=3)
+    house.submit("a", [10] * 10, choices=[ChoiceStart(0, 2), ChoiceStart(1, 20, held_tokens=18)])
+    house.finish()
+    house.submit("b", [30], limit=11)
+    house.finish()
+    assert house.end("b") == ("completed", None)
+    house.engine.extend(Extend("a", 1, 1, 20))
+    house.finish()
+    assert house.end("a") == ("completed", None)
+    house.submit("c", [30] * 30, limit=10)
+    house.finish()
+    assert house.end("c") == ("completed", None), "nothing was lost on the way"
+
+
+def test_an_extension_beyond_the_pool_fails_its_attempt_rather_than_let_it_wait_for_ever():
+    house = House(cells=50)
+    house.submit("a", [10] * 20, choices=[ChoiceStart(0, 60, held_tokens=5)])
+    house.finish()
+    house.engine.extend(Extend("a", 1, 0, 31))
+    assert house.end("a") == ("failed", "no_cells")
+    assert house.model.filled == {}
+
+
+def test_extending_what_has_ended_or_never_was_is_harmless():
+    house = House()
+    house.submit("a", [10], limit=2)
+    house.finish()
+    for stale in (Extend("a", 1, 0, 9), Extend("nobody", 1, 0, 9), Extend("a", 2, 0, 9), Extend("a", 1, 7, 9)):
+        house.engine.extend(stale)
+    house.submit("b", [10] * 95, limit=5)
+    house.finish()
+    assert house.end("b") == ("completed", None)
+
+
+def test_an_extension_to_less_than_is_held_changes_nothing():
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 9, held_tokens=5)])
+    house.engine.extend(Extend("a", 1, 0, 2))
+    house.finish()
+    assert len(house.tokens("a")) == 5
+
+
+@pytest.mark.parametrize("held", [0, 2, 10], ids=["nothing", "no more than it has", "more than its limit"])
+def test_a_choice_must_hold_more_than_it_has_and_no_more_than_its_limit(held):
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 9, [11, 12], held_tokens=held)])
+    assert house.end("a") == ("failed", "invalid")
+
+
+def test_a_paused_attempt_can_be_cancelled():
+    house = House()
+    house.submit("a", [10], choices=[ChoiceStart(0, 9, held_tokens=2)])
+    house.finish()
+    house.engine.cancel(Cancel("a", 1))
+    assert house.end("a") == ("cancelled", None)
+    assert house.model.filled == {}
+
+
+def test_a_strict_probe_does_not_keep_the_worker_awake_while_every_sequence_is_paused():
+    house = House(slots=1, strict=True)
+    house.submit("a", [10], choices=[ChoiceStart(0, 4, held_tokens=2)])
+    house.engine.probe(Probe(3))
+    house.finish()
+    assert house.tokens("a") == [11, 12]
+    house.engine.extend(Extend("a", 1, 0, 4))
+    house.finish()
+    assert [type(r) for r in house.sent][-1] is ProbeAnswer
 
 
 def test_the_end_token_counts_and_ends():

@@ -67,6 +67,7 @@ class ChoiceStart(msgspec.Struct, frozen=True, omit_defaults=True):
     max_output_tokens: int
     output_tokens: list[int] = []  # drawn before; fed again, never drawn again
     delivered_bytes: int = 0  # of text the client already has; the fold emits only past it
+    held_tokens: int | None = None  # how far it may go now: output it holds cells for; None: up to its limit
 
 
 class Submit(_Frame, frozen=True):
@@ -80,6 +81,19 @@ class Submit(_Frame, frozen=True):
     stop: list[str] = []
     logprobs: int | None = None  # None: none wanted; k: the drawn token's and the k best
     ignore_eos: bool = False
+
+
+class Extend(_Frame, frozen=True):
+    """From now on this choice holds cells for so many output tokens, all that it has among them.
+
+    A choice that has drawn all it holds cells for pauses: it keeps its cells and draws nothing until it is extended.
+    Harmless where it holds as many already, and where it has ended.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    held_tokens: int
 
 
 class Cancel(_Frame, frozen=True):
@@ -218,7 +232,7 @@ class ProbeAnswer(_Frame, frozen=True):
     message: str | None = None
 
 
-ToWorker = StartModel | Submit | Cancel | Probe | Shutdown
+ToWorker = StartModel | Submit | Extend | Cancel | Probe | Shutdown
 FromWorker = Ready | StartFailed | Step | Prefilled | AttemptEnded | Heartbeat | ProbeAnswer
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,6 +25,17 @@ _FEWEST_OUTPUT_TOKENS: Final = 2
 """The time of one output token says nothing about the pace of the next."""
 
 _SLOWEST_MS_PER_TOKEN: Final = 600_000.0
+
+START_OUTPUT_TOKENS: Final = 256
+"""Expected of an answer without a named limit until enough were seen: most answers of a chat are shorter."""
+
+FEWEST_OUTPUTS: Final = 20
+"""So many are needed to speak of a 95th percentile."""
+
+OUTPUT_SHARE: Final = 0.95
+"""This share of answers is expected to be no longer than what is set aside for one."""
+
+_OUTPUTS_KEPT: Final = 512
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -101,12 +114,52 @@ class Observation(msgspec.Struct, frozen=True):
     """Whether the client named an output limit."""
 
 
+class OutputLengths:
+    """How long the answers of one model were whose clients named no limit: the last few hundred.
+
+    Answers of requests that named one say nothing here: they were cut, or made short on purpose.
+    """
+
+    def __init__(self, kept: int = _OUTPUTS_KEPT) -> None:
+        self._kept = kept
+        self._in_order: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<OutputLengths of {len(self._sorted)} answers>"
+
+    @property
+    def samples(self) -> int:
+        """How many are known."""
+        return len(self._sorted)
+
+    def add(self, tokens: int) -> None:
+        """An answer is complete."""
+        if len(self._in_order) >= self._kept:
+            self._sorted.remove(self._in_order.popleft())
+        self._in_order.append(tokens)
+        insort(self._sorted, tokens)
+
+    def expected(self, limit: int, drawn: int = 0) -> int:
+        """Tokens that an answer will have in all, which 95 % of those that came as far as this one did not exceed.
+
+        Where fewer than FEWEST_OUTPUTS came that far: what it has and START_OUTPUT_TOKENS more. Never above `limit`.
+        """
+        first = bisect_right(self._sorted, drawn) if drawn else 0
+        longer = len(self._sorted) - first
+        if longer < FEWEST_OUTPUTS:
+            return min(limit, drawn + START_OUTPUT_TOKENS)
+        return min(limit, self._sorted[first + math.ceil(OUTPUT_SHARE * longer) - 1])
+
+
 class Forecast:
     """Learns from attempts. `weight` is what a new observation counts against the past."""
 
     def __init__(self, weight: float = 0.2) -> None:
         self._weight = weight
         self._learned: dict[str, dict[int, _Learned]] = {}
+        self.outputs = OutputLengths()
+        """Of the model, whatever the route."""
 
     def __repr__(self) -> str:
         routes = ", ".join(f"{route} at {sorted(levels)}" for route, levels in sorted(self._learned.items()))

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from relevo.core.events import (
     Cancel,
+    Extend,
     Heartbeat,
     Probe,
     Ready,
@@ -105,6 +106,8 @@ class Worker:
                 return
             if isinstance(order, Submit):
                 engine.submit(order)
+            elif isinstance(order, Extend):
+                engine.extend(order)
             elif isinstance(order, Cancel):
                 engine.cancel(order)
             elif isinstance(order, Probe):

@@ -25,6 +25,7 @@ class RunState(enum.Enum):
 
     WAITING = "Its prompt is being read, or it waits for its own earlier output to be."
     DECODING = "A token was drawn and is to be decoded in the next step."
+    PAUSED = "It has drawn all that it holds cells for; its last token is decoded when it is given more."
     ENDED = "It was given its finish; it holds no sequence any more."
 
 
@@ -55,6 +56,7 @@ class Run:
         self.output = list(start.output_tokens)
         self.earlier = len(self.output)  # tokens that an earlier attempt drew
         self._submit = submit
+        self.held = start.max_output_tokens if start.held_tokens is None else start.held_tokens  # output tokens
         self._limit = start.max_output_tokens
         self._vocabulary = vocabulary
         self._leaders = leaders
@@ -71,6 +73,16 @@ class Run:
         finish = self._finish(self.output[-1])
         return self._piece([], "", finish, None) if finish else None
 
+    def lacks(self, held_tokens: int) -> int:
+        """Cells it has to be given before it holds cells for so many output tokens. None beyond its limit."""
+        return max(0, min(held_tokens, self._limit) - self.held)
+
+    def hold(self, more: int) -> None:
+        """It was given so many cells: go on where it had paused."""
+        self.held += more
+        if self.state is RunState.PAUSED and len(self.output) < self.held:
+            self.state = RunState.DECODING
+
     def draw(self, logits: npt.NDArray[np.float32]) -> Piece:
         """Draw the next token from the logits after all tokens so far. Raises NotFinite."""
         token = self._sampler.draw(logits, len(self.output))
@@ -80,7 +92,7 @@ class Run:
         self._sampler.fold((token,))
         self.output.append(token)
         text = self._fold.feed(self._vocabulary.piece(token)).text
-        self.state = RunState.DECODING
+        self.state = RunState.DECODING if len(self.output) < self.held else RunState.PAUSED
         return self._piece([token], text, self._finish(token), logprobs)
 
     def _finish(self, last: int) -> str | None:
@@ -110,7 +122,7 @@ class Attempt:
         self.key = (submit.request_id, submit.attempt)
         self.prompt: Tokens = np.array(submit.prompt_tokens, np.int32)
         self.runs = runs
-        self.cells = cells  # leased from the pool until it ends
+        self.cells = cells  # taken from the pool; less with each choice that ends
         self.started = now
         self.decoding_since: float | None = None  # when the first token was drawn
         self.prompt_read = False
@@ -126,9 +138,9 @@ class Attempt:
         return (first - self.started) * 1000, (now - first) * 1000
 
 
-def cells_needed(submit: Submit) -> int:
-    """Prompt once, and the allowed output of every choice."""
-    return len(submit.prompt_tokens) + sum(c.max_output_tokens for c in submit.choices)
+def cells_needed(submit: Submit, live: list[Run]) -> int:
+    """Prompt once, and the output that each choice which has not ended may draw now."""
+    return len(submit.prompt_tokens) + sum(run.held for run in live)
 
 
 def refusal(submit: Submit, vocabulary_tokens: int) -> str | None:
@@ -144,6 +156,7 @@ def refusal(submit: Submit, vocabulary_tokens: int) -> str | None:
         (lambda: all(1 <= c.max_output_tokens < 1 << 31 for c in choices), "The output limit must be at least 1."),
         (lambda: all(c.delivered_bytes >= 0 for c in choices), "The delivered byte offset must not be negative."),
         (lambda: all(len(c.output_tokens) <= c.max_output_tokens for c in choices), "There is output past its limit."),
+        (lambda: all(_holds(c) for c in choices), "A choice must hold cells for more output than it has."),
         (lambda: all(_within(c.output_tokens, size) for c in choices), "The output has a token the vocabulary lacks."),
         (lambda: submit.logprobs is None or 0 <= submit.logprobs <= LOGPROBS_MAX, "Too many log probabilities."),
         (lambda: len(submit.stop) <= STOPS_MAX, f"There are more than {STOPS_MAX} stop strings."),
@@ -151,6 +164,11 @@ def refusal(submit: Submit, vocabulary_tokens: int) -> str | None:
     )
     wrong = next((sentence for holds, sentence in rules if not holds()), None)
     return wrong or wrong_with(submit.sampling, size)
+
+
+def _holds(choice: ChoiceStart) -> bool:
+    held = choice.held_tokens
+    return held is None or len(choice.output_tokens) < held <= choice.max_output_tokens
 
 
 def _within(tokens: list[int], vocabulary_tokens: int) -> bool:

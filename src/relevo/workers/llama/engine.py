@@ -4,7 +4,9 @@ A step is one decode call: a row for every choice that decodes, then prompt rows
 are limited (`Pacer`) so that no stream pauses long; otherwise a step takes one micro-batch, so that a cancel or a new
 arrival waits for no more than that. Prompts take turns, a chunk each: a short one never waits for a long one to end.
 
-The gateway decides who runs; the engine packs what it was given, and refuses (never aborts) what does not fit.
+The gateway decides who runs and how far; the engine packs what it was given, and refuses (never aborts) what does not
+fit. A choice that has drawn all it holds cells for has no row in a step until it is given more: that costs nothing, and
+changes nothing of what it draws, because its token and its random number depend on its position alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from relevo.core.events import AttemptEnded, Cancel, Piece, Prefilled, Probe, ProbeAnswer, Step, Submit
+from relevo.core.events import AttemptEnded, Cancel, Extend, Piece, Prefilled, Probe, ProbeAnswer, Step, Submit
 from relevo.workers.llama.attempt import Attempt, NotFinite, Reading, Run, RunState, cells_needed, refusal
 from relevo.workers.llama.model import Model, ProbeFault
 from relevo.workers.llama.pacer import Pacer
@@ -56,8 +58,17 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Is there a step to be done?"""
-        return bool(self._attempts or self._probes)
+        """Is there a step to be done? Not where everybody is paused."""
+        if self._readings or (self._probes and self._probe_sequence is not None):
+            return True
+        return any(run.state is RunState.DECODING for a in self._attempts.values() for run in a.runs)
+
+    @property
+    def _probe_sequence(self) -> int | None:
+        """Where a probe may run now: beside the offered ones (fast), or in a free one."""
+        if self._model.scratch_sequence is not None:
+            return self._model.scratch_sequence
+        return self._free_sequences[-1] if self._free_sequences else None
 
     # ------------------------------------------------------------------ orders
 
@@ -82,11 +93,11 @@ class Engine:
             self._refuse(submit, "invalid", str(e))
             return
         ended = [piece for run in runs if (piece := run.ended_before()) is not None]
-        live = len(runs) - len(ended)
+        live = [run for run in runs if run.state is not RunState.ENDED]
         if live and (lack := self._lack(submit, live)) is not None:
             self._refuse(submit, "no_cells", lack)
             return
-        cells = cells_needed(submit) if live and not self._model.strict else 0
+        cells = cells_needed(submit, live) if live and not self._model.strict else 0
         attempt = Attempt(submit, runs, cells, time.monotonic())
         self._attempts[attempt.key] = attempt
         self._free_cells -= attempt.cells
@@ -95,10 +106,29 @@ class Engine:
         if not live:
             self._end(attempt, "completed")
             return
-        for run in runs:
-            if run.state is not RunState.ENDED:
-                run.sequence = heapq.heappop(self._free_sequences)
+        for run in live:
+            run.sequence = heapq.heappop(self._free_sequences)
         self._read_prompt(attempt)
+
+    def extend(self, extend: Extend) -> None:
+        """Let a choice draw further. One that has ended needs nothing.
+
+        Where there are not so many cells, somebody has counted wrong, and the attempt fails rather than wait for ever.
+        """
+        attempt = self._attempts.get((extend.request_id, extend.attempt))
+        runs = attempt.runs if attempt is not None else []
+        run = next((run for run in runs if run.index == extend.choice and run.state is not RunState.ENDED), None)
+        if attempt is None or run is None:
+            return
+        more = run.lacks(extend.held_tokens)
+        if not self._model.strict:
+            if more > self._free_cells:
+                lack = f"{more} more cells are needed and {self._free_cells} are free."
+                self._end(attempt, "failed", "no_cells", lack)
+                return
+            attempt.cells += more
+            self._free_cells -= more
+        run.hold(more)
 
     def cancel(self, cancel: Cancel) -> None:
         """End an attempt now. One that has ended already was answered already."""
@@ -216,7 +246,7 @@ class Engine:
             if attempt.decoding_since is None:
                 attempt.decoding_since = time.monotonic()
             if run.state is RunState.ENDED:
-                self._release(run)
+                self._release(attempt, run)
 
     # ------------------------------------------------------------------ prompts
 
@@ -248,33 +278,36 @@ class Engine:
 
     # --------------------------------------------------------------------- ends
 
-    def _lack(self, submit: Submit, live: int) -> str | None:
-        """What this attempt, with so many choices not ended yet, needs beyond what is free: a sentence, or None."""
-        if live > len(self._free_sequences):
-            return f"{live} slots are needed and {len(self._free_sequences)} are free."
+    def _lack(self, submit: Submit, live: list[Run]) -> str | None:
+        """What this attempt, with these choices not ended yet, needs beyond what is free: a sentence, or None."""
+        if len(live) > len(self._free_sequences):
+            return f"{len(live)} slots are needed and {len(self._free_sequences)} are free."
         if self._model.strict:
             need = len(submit.prompt_tokens) + max(c.max_output_tokens for c in submit.choices)
             free = self._model.cells
         else:
-            need, free = cells_needed(submit), self._free_cells
+            need, free = cells_needed(submit, live), self._free_cells
         return f"{need} cells are needed and {free} are free." if need > free else None
 
     def _refuse(self, submit: Submit, code: str, message: str) -> None:
         self._emit(AttemptEnded(submit.request_id, submit.attempt, "failed", code, message))
 
-    def _release(self, run: Run) -> None:
-        """Free the sequence of a choice and everything in it."""
+    def _release(self, attempt: Attempt, run: Run) -> None:
+        """Free the sequence of a choice, everything in it, and the cells for its output."""
         if run.sequence >= 0:
             self._model.remove_sequence(run.sequence)
             heapq.heappush(self._free_sequences, run.sequence)
             run.sequence = -1
+            if not self._model.strict:
+                attempt.cells -= run.held
+                self._free_cells += run.held
 
     def _end(self, attempt: Attempt, outcome: str, code: str | None = None, message: str | None = None) -> None:
         """The attempt holds nothing any more, and is told so."""
         del self._attempts[attempt.key]
         self._readings = deque(entry for entry in self._readings if entry[0] is not attempt)
         for run in attempt.runs:
-            self._release(run)
+            self._release(attempt, run)
         self._free_cells += attempt.cells
         prompt_ms, decode_ms = attempt.times_ms(time.monotonic())
         self._emit(AttemptEnded(*attempt.key, outcome, code, message, prompt_ms, decode_ms))
@@ -301,11 +334,9 @@ class Engine:
 
     def _answer_probes(self) -> None:
         while self._probes:
-            sequence = self._model.scratch_sequence
+            sequence = self._probe_sequence
             if sequence is None:
-                if not self._free_sequences:
-                    return
-                sequence = self._free_sequences[-1]
+                return
             probe = self._probes.popleft()
             began = time.monotonic()
             tokens: list[int] = []
