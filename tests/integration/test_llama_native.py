@@ -10,7 +10,9 @@ import pytest
 
 from relevo.core.errors import LibraryError, ModelFileError
 from relevo.workers.llama import native as binding
-from relevo.workers.llama.native import LayoutMismatch, NativeLog, cpu_variants, find_library, load_native
+from relevo.workers.llama.footprint import OwnFootprint
+from relevo.workers.llama.native import LayoutMismatch, cpu_variants, find_library, load_native
+from relevo.workers.llama.native_log import MIB, NativeLog, reported_bytes
 from relevo.workers.llama.vocabulary import Vocabulary
 
 
@@ -131,11 +133,97 @@ def test_the_log_adds_up_buffer_lines_and_joins_fragments(capsys):
     log.add(2, "load_tensors:   CPU_Mapped model buffer size =    92.10 MiB\nload_tensors:      Vulkan0 model")
     log.add(5, " buffer size =     8.00 MiB\n")
     log.add(4, "it broke\n")
-    assert log.buffer_bytes("model") == round(100.10 * (1 << 20))
-    assert log.buffer_bytes("model", "Vulkan0") == 8 << 20
+    assert log.buffer_bytes("model") == round(92.10 * MIB) + 8 * MIB
+    assert log.buffer_bytes("model", "Vulkan0") == 8 * MIB
+    assert log.host_bytes("model", "Vulkan0") == round(92.10 * MIB)
     assert log.buffer_bytes("KV") is None
     assert list(log.errors) == ["it broke"]
     assert capsys.readouterr().err == "it broke\n"
+
+
+SPLIT_LOAD = """\
+print_info: n_embd_k_gqa          = [256, 128]
+print_info: n_embd_v_gqa          = 128
+load_tensors:   CPU_Mapped model buffer size =    90.00 MiB
+load_tensors:   CPU_REPACK model buffer size =     7.50 MiB
+load_tensors:      Vulkan0 model buffer size =    50.00 MiB
+llama_context: Vulkan_Host  output buffer size =     1.50 MiB
+llama_kv_cache:        CPU KV buffer size =    20.00 MiB
+llama_kv_cache:    Vulkan0 KV buffer size =    10.00 MiB
+llama_kv_cache: size =   30.00 MiB (  1280 cells,  30 layers,  9/1 seqs), K (f16):   14.00 MiB, V (f16):   16.00 MiB
+llama_memory_recurrent:    Vulkan0 RS buffer size =     3.00 MiB
+llama_memory_recurrent:        CPU RS buffer size =     2.00 MiB
+sched_reserve:    Vulkan0 compute buffer size =     9.00 MiB
+sched_reserve: Vulkan_Host compute buffer size =     0.25 MiB
+sched_reserve:    Vulkan0 compute buffer size =     4.00 MiB
+"""
+
+
+def test_what_a_gpu_route_takes_is_told_by_part_and_by_place():
+    log = NativeLog()
+    log.add(2, SPLIT_LOAD)
+    assert reported_bytes(log, "Vulkan0") == {
+        "model_bytes": 50 * MIB,
+        "kv_bytes": 10 * MIB,
+        "state_bytes": 3 * MIB,
+        "compute_bytes": 4 * MIB,  # planned anew: the newest line counts
+        "output_bytes": 3 * MIB // 2,
+        "repacked_bytes": 15 * MIB // 2,
+        "host_model_bytes": 90 * MIB,
+        "host_kv_bytes": 20 * MIB,
+        "host_state_bytes": 2 * MIB,
+        "host_compute_bytes": MIB // 4,
+    }
+
+
+def test_a_cpu_route_says_everything_once_and_repacked_weights_apart():
+    log = NativeLog()
+    log.add(2, SPLIT_LOAD.replace("Vulkan0", "CPU").replace("Vulkan_Host", "CPU_Other"))
+    told = reported_bytes(log, None)
+    assert (told["model_bytes"], told["repacked_bytes"]) == (140 * MIB, 15 * MIB // 2)
+    assert (told["kv_bytes"], told["state_bytes"]) == (30 * MIB, 5 * MIB)
+    assert told["compute_bytes"] == 17 * MIB // 4
+    assert not any(name.startswith("host_") for name in told)
+
+
+def test_facts_of_layers_are_read_from_debug_lines_that_are_not_kept():
+    log = NativeLog()
+    log.add(2, SPLIT_LOAD.splitlines()[0] + "\n")
+    for layer, device in enumerate(("CPU", "Vulkan0")):
+        log.add(1, f"load_tensors: layer {layer:3d} assigned to device {device}, is_swa = 0\n")
+    log.add(1, "tensor blk.1.ffn_up_exps.weight (3 MiB q8_0) buffer type overridden to CPU\n")
+    log.add(1, "llama_kv_cache: layer   0: filtered\nllama_kv_cache: layer   1: dev = Vulkan0\n")
+    log.add(2, SPLIT_LOAD.splitlines()[8] + "\n")
+    log.add(1, "llama_kv_cache: layer   0: dev = CPU\n")
+    log.add(2, SPLIT_LOAD.splitlines()[8] + "\n")
+    for _ in range(3000):
+        log.add(1, "llama_graph_n_input_tensors: one of thousands\n")
+    assert log.facts.placed == {0: "CPU", 1: "Vulkan0"}
+    assert log.facts.overridden == ["blk.1.ffn_up_exps.weight"]
+    assert [cache.layers for cache in log.facts.caches] == [{1: "Vulkan0"}, {0: "CPU"}]
+    assert log.facts.caches[0].cells == 1280
+    assert (log.facts.caches[0].key_bytes, log.facts.caches[0].value_bytes) == (14 * MIB, 16 * MIB)
+    assert log.facts.key_widths == (256, 128)
+    assert len(log.lines) == 3
+    log.begin_load()
+    assert log.facts.placed == {}
+    assert reported_bytes(log, "Vulkan0")["model_bytes"] is None
+
+
+def test_a_worker_knows_what_it_holds_and_held():
+    memory = OwnFootprint()
+    before = memory.read()
+    block = bytearray(64 * MIB)
+    full = memory.read()
+    del block
+    after = memory.read()
+    assert full.rss_bytes >= before.rss_bytes + 60 * MIB
+    assert full.data_bytes is not None
+    assert before.data_bytes is not None
+    assert full.data_bytes >= before.data_bytes + 60 * MIB
+    assert after.peak_rss_bytes is not None
+    assert after.peak_rss_bytes > full.rss_bytes - MIB  # the kernel counts pages in batches, a processor each
+    assert after.rss_bytes < full.rss_bytes - 60 * MIB
 
 
 def test_inspect_prints_devices_versions_and_the_chosen_cpu_library(libraries):
