@@ -51,6 +51,9 @@ __all__ = [
 MOST_CONTEXT_TOKENS: Final = 1 << 20
 """Where the header does not say what the model was trained for, no larger context is looked for."""
 
+LEAST_WAIT_S: Final = 0.05
+"""A delay is at least this long."""
+
 
 def decide_load(wish: LoadWish, device: DeviceView, host: DeviceView, weigh: Weigh) -> LoadVerdict:
     """The verdict on a load. `device`: what it is to be loaded on; of a CPU route the host itself, which is then both.
@@ -72,13 +75,18 @@ class _Ladder:
         self.stored = Scales(weigh, from_storage=True)
         self.now = room_of(device, host)
         self.relaxed = device.pressure not in ("tight", "critical")
-        within = [h for h in device.holders if h.frees_in_s is not None and h.frees_in_s <= wish.deadline_s]
-        self.coming = (
-            [] if device.pressure == "tight" else sorted(within, key=lambda h: (h.frees_in_s or 0.0, h.holder))
-        )
+        self.coming = self._coming()
         self.able = candidates(device, wish.priority) if self.relaxed else ()
         self.in_time = self.now.with_freed(self.coming)
         self.emptied = self.in_time.with_freed(self.able)
+
+    def _coming(self) -> list[Holder]:
+        """Who gives memory back within the time this load may wait, the soonest first."""
+        longest_s = self.wish.deadline_s
+        if self.device.pressure == "tight" or longest_s <= 0:
+            return []
+        within = [h for h in self.device.holders if h.frees_in_s is not None and h.frees_in_s <= longest_s]
+        return sorted(within, key=lambda h: (h.frees_in_s or 0.0, h.holder))
 
     def decide(self) -> LoadVerdict:
         if self.device.pressure == "critical":
@@ -118,7 +126,7 @@ class _Ladder:
         first = self.coming[0]
         reason = f"Memory of {self.device.name} is critical; {first.holder} gives {size_text(first.bytes_)} back."
         verdict = self._verdict(Step.DELAY, load, reason)
-        return verdict if verdict.waits_s > 0 else replace(verdict, waits_s=first.frees_in_s or 0.0)
+        return verdict if verdict.waits_s > 0 else replace(verdict, waits_s=self._wait_for(first))
 
     def _reduce(self) -> LoadVerdict | None:
         start = least_reduction(self.wish, self.wish.start, lambda s: self.in_time.holds(self.scales.load(s)))
@@ -311,8 +319,12 @@ class _Ladder:
         """Until enough of what is coming back is there."""
         for count in range(len(self.coming) + 1):
             if self.now.with_freed((*evict, *self.coming[:count])).device_holds(load):
-                return (self.coming[count - 1].frees_in_s or 0.0) if count else 0.0
+                return self._wait_for(self.coming[count - 1]) if count else 0.0
         return 0.0
+
+    def _wait_for(self, holder: Holder) -> float:
+        """Never nothing: what was to be back by now is looked for again a moment later."""
+        return max(holder.frees_in_s or 0.0, min(LEAST_WAIT_S, self.wish.deadline_s))
 
     def _standby(self, host_bytes: int) -> StandbyPlan | None:
         """How ready the CPU route is to be kept, in what this load leaves of the host."""
