@@ -54,7 +54,7 @@ def test_a_model_is_tried_and_then_written_with_comments_kept(
     said: Any = json.loads(capsys.readouterr().out)
     assert said["name"] == "smollm2-135m-instruct"
     assert "Paris" in said["trial"]["answer"] and said["trial"]["tokens_per_s"] > 0
-    assert said["plan"]["cpu_parts"]["weights_bytes"] > 90_000_000
+    assert said["plan"]["host_parts"]["weights_bytes"] > 90_000_000
     text = (own_place / "relevo.toml").read_text()
     assert text.startswith("# mine\n") and (own_place / "relevo.toml.bak").exists()
     model = load_config(own_place / "relevo.toml").models["smollm2-135m-instruct"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cyclopts
 
 import relevo
-from relevo.cli import connect, devices, doctor, keys, models, requests, serve, status
+from relevo.cli import connect, devices, doctor, keys, models, plan, requests, serve, status
 
 HELP = """One endpoint for the AI on a home server.
 
@@ -31,8 +31,9 @@ def build_app() -> cyclopts.App:
     app.command(serve.serve, sort_key=0)
     app.command(doctor.doctor, sort_key=1)
     app.command(status.status, sort_key=2)
-    app.command(connect.connect, sort_key=6)
-    for order, group in enumerate((requests.app, devices.app, models.app, keys.app), 3):
+    app.command(plan.plan, sort_key=3)
+    app.command(connect.connect, sort_key=7)
+    for order, group in enumerate((requests.app, devices.app, models.app, keys.app), 4):
         group.sort_key = order
         app.command(group)
     return app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,14 +22,13 @@ from relevo.cli.place import NO_PLACE, NO_SERVICE_PLACE, Json, Place, ServicePla
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
-    from relevo.cli.sizing import Sizing
+    from relevo.cli.planning import Plan
     from relevo.cli.trial import Trial
-    from relevo.config import ModelConfig
+    from relevo.config import Config, ModelConfig
 
 app = cyclopts.App(name="models", help="List the models, or add one of your own.", result_action="return_value")
 
 _SLOTS = 8
-_CONTEXT_TOKENS = 8192
 
 
 @app.command(name="list")
@@ -86,40 +84,49 @@ def add(
 
     The configuration is changed only after the model has answered; the file before is kept beside it as `.bak`.
     """
-    from relevo.cli.sizing import size_up
+    from relevo.cli.config_file import edit_config
+    from relevo.cli.plan_view import plan_view
+    from relevo.cli.planning import Planner
+    from relevo.cli.sizing import check_name, check_ram, name_from
     from relevo.cli.trial import try_model
 
-    paths = place.paths()
-    sizing = size_up(place, path, name=name, context_tokens=context, slots=slots)
+    planner = Planner(ServicePlace(state=place.state, config=place.config), config_may_be_missing=True)
+    config = planner.paths.config
+    chosen = name or name_from(path.stem)
+    check_name(planner.config, chosen, given=name is not None)
+    made = planner.plan(
+        str(path.expanduser().absolute()),
+        {"context_tokens": context, "slots": slots},
+        device=None if len(planner.targets) > 1 else "cpu",
+    )
     if not json:
-        _print_sizing(sizing)
-    sizing.check_fits()
+        _print_plan(chosen, made)
+    check_ram(made.cpu, made.host_target.available_bytes)
     if not yes:
-        _ask_to_go_on(str(paths.config), silent=json)
-    trial = try_model(sizing.name, sizing.model, libraries=sizing.config.engine.libraries, chat=sizing.has_template)
+        _ask_to_go_on(str(config), silent=json)
+    model = made.sizing.model
+    trial = try_model(chosen, model, libraries=planner.config.engine.libraries, chat=made.sizing.has_template)
     if not json:
         _print_trial(trial)
-    from relevo.cli.config_file import edit_config
-
-    kept = edit_config(paths.config, lambda document: write_model(document, sizing))
+    kept = edit_config(config, lambda document: write_model(document, chosen, model, planner.config))
     if json:
         print_json(
-            {"name": sizing.name, "config": str(paths.config), "backup": None if kept is None else str(kept),
-             "plan": sizing.view(), "trial": {field: getattr(trial, field) for field in trial.__slots__}}
+            {"name": chosen, "config": str(config), "backup": None if kept is None else str(kept),
+             "plan": plan_view(made), "trial": {field: getattr(trial, field) for field in trial.__slots__}}
         )  # fmt: skip
         return 0
-    say(f"Written to {paths.config}" + (f"; the file before is {kept}." if kept else "."))
+    say(f"Written to {config}" + (f"; the file before is {kept}." if kept else "."))
     say("Start it with `relevo serve`; a Relevo that runs already takes it up at its next start.")
     return 0
 
 
-def write_model(document: TOMLDocument, sizing: Sizing) -> None:
-    """The model's table, and its device's where that is new."""
+def write_model(document: TOMLDocument, name: str, model: ModelConfig, config: Config) -> None:
+    """The model's table, and its device's where a card was found that nobody has described."""
     from relevo.cli.config_file import put
 
-    for name, fields in sizing.new_devices.items():
-        put(document, ("devices", name), fields)
-    put(document, ("models", sizing.name), model_fields(sizing.model))
+    if model.device is not None and model.device not in config.devices:
+        put(document, ("devices", model.device), {"kind": "auto"})
+    put(document, ("models", name), model_fields(model))
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
@@ -132,23 +139,18 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def name_from(text: str) -> str:
-    """A name that clients can type, from a file's: without its number format, in small letters."""
-    text = re.sub(r"(?i)[._-](i?q\d\w*|b?f16|f32|mxfp4\w*)$", "", text)
-    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
-    return re.sub(r"-{2,}", "-", name)[:64] or "model"
+def _print_plan(name: str, made: Plan) -> None:
+    from relevo.cli.plan_view import demand_text, head_lines
 
-
-def _print_sizing(sizing: Sizing) -> None:
-    header = sizing.header
-    say(
-        f"{plain(sizing.name)}: {plain(header.name or 'a model without a name')}, {plain(header.architecture)}, "
-        f"mostly {header.quantization}, {bytes_text(header.file_bytes)}; "
-        f"{sizing.model.context_tokens} tokens of context, {sizing.model.slots} at once"
-    )
-    for line in sizing.lines():
+    say(f"{plain(name)}:")
+    for line in head_lines(made):
         say(f"  {line}")
-    if not sizing.has_template:
+    if made.sizing.gpu is not None:
+        say(f"  on {plain(made.sizing.target.name)}: {demand_text(made.device)}")
+    else:
+        say("  no GPU is described or found: it will be served on the CPU only")
+    say(f"  on the CPU: {demand_text(made.cpu)}; {bytes_text(made.host_target.available_bytes)} of RAM are available")
+    if not made.sizing.has_template:
         say("  It has no chat template: it completes text, and cannot chat unless you name a `chat_template`.")
 
 

@@ -1,167 +1,224 @@
-"""What a model file will take on this machine, before anything is written or started."""
+"""What a model file would take here: its header, how it would be loaded, and what that weighs. Used before anything is
+written or started."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relevo.cli.output import bytes_text
+import msgspec
+
 from relevo.config import Config, ModelConfig
-from relevo.core.demand import Demand
+from relevo.core.demand import DEVICE_START, Demand, load_options, model_demand
 from relevo.core.errors import ConfigError, ModelFileError
+from relevo.core.events import StartModel
+from relevo.core.units import size_text
+from relevo.core.wish import LoadWish
 from relevo.models.gguf import GgufHeader, read_header
 from relevo.models.shape import shape_of
-from relevo.service.plans import cpu_plan, demand_on_card, demand_on_host, gpu_plan
+from relevo.service.plans import RESERVED_BYTES, cpu_plan, emulated_plan, gpu_plan
 
 if TYPE_CHECKING:
-    from relevo.cli.place import Place
+    from relevo.cli.targets import Target
+    from relevo.core.shape import ModelShape
 
-_CONTEXT_TOKENS = 8192
-_MOST_SLOTS = 255
+DEFAULT_CONTEXT_TOKENS = 8192
+LEAST_CONTEXT_TOKENS = 64
+LEAST_REDUCED_TOKENS = 4096
+"""A context is reduced to this and no further, unless the configuration says otherwise."""
+_WITHIN = {
+    "slots": ("--slots", 1, 255),
+    "cpu_slots": ("--cpu-slots", 1, 255),
+    "batch_tokens": ("--batch", 32, 8192),
+    "ubatch_tokens": ("--ubatch", 32, 4096),
+    "gpu_layers": ("--gpu-layers", 0, 1 << 20),
+}
+_CONTEXTS = {"context_tokens": "--context", "cpu_context_tokens": "--cpu-context"}
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+_FORMAT = re.compile(r"(?i)[._-](i?q\d\w*|b?f16|f32|mxfp4\w*)$")
+_SIZE = re.compile(r"(?i)^\s*(\d{1,20}(?:\.\d{1,6})?)\s*(?:([kmgt])(i)?b?|b)?\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """A model as it would be configured, and its demand on both routes."""
+    """A model as it would be loaded on a device, and as its CPU route."""
 
     name: str
-    config: Config
     header: GgufHeader
+    shape: ModelShape
     model: ModelConfig
-    cpu: Demand
-    """On the host, of the CPU route."""
-    ram_available_bytes: int
-    device: Demand | None = None
-    """On the device, of the GPU route; None where it will be served on the CPU only."""
-    device_host: Demand | None = None
-    """On the host, of the GPU route's worker."""
-    new_devices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    target: Target
+    """What the GPU route, or where there is none the CPU route, is to be loaded on."""
+    cpu: StartModel
+    gpu: StartModel | None = None
+    """None where it is planned for the CPU alone."""
+
+    @property
+    def start(self) -> StartModel:
+        """The load that is asked about."""
+        return self.gpu if self.gpu is not None else self.cpu
 
     @property
     def has_template(self) -> bool:
         """Whether it can chat."""
         return self.header.chat_template is not None or self.model.chat_template is not None
 
-    def lines(self) -> list[str]:
-        """The plan for people."""
-        lines = [f"on the CPU: {_demand_text(self.cpu)}; {bytes_text(self.ram_available_bytes)} of RAM are available"]
-        if self.device is not None:
-            lines.insert(0, f"on {self.model.device}: {_demand_text(self.device)}")
-        else:
-            lines.append("no GPU is described or found: it will be served on the CPU only")
-        return lines
-
-    def view(self) -> dict[str, Any]:
-        """The plan for programs; a part that is not known is null, with its reason."""
-        return {
-            "file": self.model.path,
-            "architecture": self.header.architecture,
-            "device": self.model.device,
-            "context_tokens": self.model.context_tokens,
-            "slots": self.model.slots,
-            "parts": None if self.device is None else self.device.parts(),
-            "host_parts": None if self.device_host is None else self.device_host.parts(),
-            "cpu_parts": self.cpu.parts(),
-            "reasons": {**self.cpu.reasons, **(self.device.reasons if self.device is not None else {})},
-            "ram_available_bytes": self.ram_available_bytes,
-        }
-
-    def check_fits(self) -> None:
-        """Raises ModelFileError where the CPU route cannot fit into the RAM that is available."""
-        needed = self.cpu.known_bytes
-        if needed > self.ram_available_bytes:
-            weights = self.cpu.weights_bytes or 0
-            change = (
-                "Choose a smaller context with --context."
-                if weights < self.ram_available_bytes
-                else "Choose a smaller model, or one with fewer bits a weight."
-            )
-            raise ModelFileError(
-                f"It does not fit: it takes at least {bytes_text(needed)} of RAM on the CPU, and "
-                f"{bytes_text(self.ram_available_bytes)} are available. {change}"
-            )
+    def wish(self) -> LoadWish:
+        """What the ladder is asked: this load, and what its configuration lets it take less of."""
+        model, start = self.model, self.start
+        return LoadWish(
+            holder=f"{self.name}/{start.route}",
+            start=start,
+            layers=self.shape.layer_count,
+            expert_layers=sum(layer.expert_bytes > 0 for layer in self.shape.layers),
+            allow=frozenset(model.reduce),
+            least_context_tokens=model.least_context_tokens or min(LEAST_REDUCED_TOKENS, start.context_tokens),
+            offload=model.offload,
+            from_storage=True,
+            priority=model.priority,
+            most_context_tokens=self.header.context_trained_tokens,
+            cpu_start=self.cpu,
+            recovery_budget_s=model.recovery_budget_s,
+        )
 
 
-def size_up(place: Place, path: Path, *, name: str | None, context_tokens: int | None, slots: int) -> Sizing:
-    """Read the header and plan both routes. Raises ModelFileError for the file, ConfigError for the wishes."""
-    import psutil  # type: ignore[import-untyped]
+def weigh(shape: ModelShape, start: StartModel, kind: str) -> tuple[Demand, Demand]:
+    """What a load takes: (of a device of this kind, of the host besides).
 
-    from relevo.cli.models import name_from
-
-    header = read_header(path)
-    config = place.load(may_be_missing=True)
-    chosen = name or name_from(path.stem)
-    _check_name(config, chosen, given=name is not None)
-    if not 1 <= slots <= _MOST_SLOTS:
-        raise ConfigError(f"--slots {slots} is not possible: 1 to {_MOST_SLOTS}.")
-    device, new_devices = _choose_device(config)
-    model = ModelConfig(
-        path=str(path.expanduser().absolute()),
-        device=device,
-        context_tokens=_context(header, context_tokens),
-        slots=slots,
-    )
-    shape = shape_of(header)
-    kind = config.devices[device].kind if device in config.devices else "auto"
-    plan = cpu_plan(
-        chosen, model, Path(model.path), Path(), on_card=device is not None and kind != "emulated", threads=1
-    )
-    cpu = demand_on_host(shape, plan)
-    on_device: Demand | None = None
-    device_host: Demand | None = None
-    if device is not None:
-        kind = "nvidia" if kind == "auto" else kind
-        on_device, device_host = demand_on_card(shape, gpu_plan(plan, model, shape, kind), kind)
-    return Sizing(
-        name=chosen,
-        config=config,
-        header=header,
-        model=model,
-        cpu=cpu,
-        ram_available_bytes=psutil.virtual_memory().available,
-        device=on_device,
-        device_host=device_host,
-        new_devices=new_devices,
-    )
+    Of a CPU route, and on an emulated accelerator, all of the worker is in the first.
+    """
+    if start.route in ("gpu", "hybrid") and kind != "emulated":
+        learned = DEVICE_START.get(kind, DEVICE_START["vulkan"])
+        return model_demand(shape, load_options(start, on_device=True, learned=learned))
+    _, host = model_demand(shape, load_options(start, on_device=False, learned=DEVICE_START["cpu"]))
+    if start.route != "cpu":
+        host = msgspec.structs.replace(host, pool_bytes=(host.pool_bytes or 0) + RESERVED_BYTES)
+    return host, Demand()
 
 
-def _context(header: GgufHeader, wanted: int | None) -> int:
-    trained = header.context_trained_tokens
-    if wanted is None:
-        return min(_CONTEXT_TOKENS, trained or _CONTEXT_TOKENS)
-    if wanted < 1:
-        raise ConfigError(f"--context {wanted} is not possible: at least 1 token.")
-    if trained is not None and wanted > trained:
-        raise ConfigError(f"--context {wanted} is more than the model was trained for: {trained} tokens at most.")
-    return wanted
-
-
-def _check_name(config: Config, name: str, *, given: bool) -> None:
+def check_name(config: Config, name: str, *, given: bool) -> None:
+    """Raises ConfigError where the name is taken."""
     for other, model in config.models.items():
         if name in (other, *model.aliases):
             how = "Choose another with --name" if given else "Give it one with --name"
             raise ConfigError(f"There is a model named {name!r} already ({model.path}). {how}.")
 
 
-def _choose_device(config: Config) -> tuple[str | None, dict[str, dict[str, Any]]]:
-    """A described device, else the graphics card of this machine, else none. Nothing is emulated here unasked."""
-    from relevo.setup.machine import look_at_machine
+def find_model(config: Config, wanted: str, source: str) -> tuple[str, Path, ModelConfig | None]:
+    """(name, file, configuration) of a model named as in the configuration, or by its file.
 
-    if config.devices:
-        return ("gpu0" if "gpu0" in config.devices else next(iter(config.devices))), {}
-    machine = look_at_machine()
-    if machine.cards or machine.nvidia_driver is not None:
-        return "gpu0", {"gpu0": {"kind": "auto"}}
-    return None, {}
+    Raises ModelFileError where it is neither.
+    """
+    for name, model in config.models.items():
+        if wanted in (name, *model.aliases):
+            return name, Path(model.path).expanduser(), model
+    path = Path(wanted).expanduser()
+    if not path.exists() and "/" not in wanted and not wanted.endswith(".gguf"):
+        known = ", ".join(config.models) or "none"
+        raise ModelFileError(f"There is no file {wanted}, and no model of that name in {source} (known: {known}).")
+    return name_from(path.stem), path, None
 
 
-def _demand_text(demand: Demand) -> str:
-    total = demand.total_bytes
-    parts = ", ".join(
-        f"{name.removesuffix('_bytes')} {bytes_text(value)}" for name, value in demand.parts().items() if value
+def name_from(text: str) -> str:
+    """A name that clients can type, from a file's: without part and number format, in small letters."""
+    text = _FORMAT.sub("", _SPLIT.sub("", text))
+    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
+    return re.sub(r"-{2,}", "-", name)[:64] or "model"
+
+
+def read_model(path: Path) -> tuple[GgufHeader, ModelShape]:
+    """Header and shape of a language model. Raises ModelFileError where it is something else."""
+    header = read_header(path)
+    if header.architecture == "clip" or header.text("general.type") in ("mmproj", "adapter"):
+        what = "an adapter" if header.text("general.type") == "adapter" else "a projector for images or sound"
+        raise ModelFileError(f"{path} holds {what}, not a model. Name the model's own file.")
+    return header, shape_of(header)
+
+
+def model_config(header: GgufHeader, base: ModelConfig | None, **wishes: Any) -> ModelConfig:
+    """The model as it would be configured: `base`, or defaults, with what was wished for (None: nothing).
+
+    Raises ConfigError with the option that is not possible, and what would be.
+    """
+    trained = header.context_trained_tokens
+    wished = {name: value for name, value in wishes.items() if value is not None}
+    for name, option in _CONTEXTS.items():
+        _check_context(option, wished.get(name), trained)
+    for name, (option, least, most) in _WITHIN.items():
+        if name in wished and not least <= wished[name] <= most:
+            raise ConfigError(f"{option} {wished[name]} is not possible: {least} to {most}.")
+    if base is None:
+        base = ModelConfig(
+            path=str(Path(header.path).expanduser().absolute()),
+            device=None,
+            context_tokens=min(DEFAULT_CONTEXT_TOKENS, trained or DEFAULT_CONTEXT_TOKENS),
+        )
+    model = msgspec.structs.replace(base, **wished)
+    if model.ubatch_tokens > model.batch_tokens:
+        if "ubatch_tokens" in wished and "batch_tokens" in wished:
+            raise ConfigError(f"--ubatch {model.ubatch_tokens} is larger than --batch {model.batch_tokens}.")
+        larger = "batch_tokens" if "ubatch_tokens" in wished else "ubatch_tokens"
+        value = model.ubatch_tokens if larger == "batch_tokens" else model.batch_tokens
+        model = msgspec.structs.replace(model, **{larger: value})
+    if model.kv_type != "f16" and model.flash_attention is False:
+        raise ConfigError(f"--kv-type {model.kv_type} needs flash attention.")
+    if model.batch_tokens <= model.slots:
+        raise ConfigError(
+            f"--batch {model.batch_tokens} is not possible: it must be more than the {model.slots} slots."
+        )
+    return model
+
+
+def _check_context(option: str, wanted: int | None, trained: int | None) -> None:
+    if wanted is None:
+        return
+    if wanted < LEAST_CONTEXT_TOKENS:
+        raise ConfigError(f"{option} {wanted} is not possible: at least {LEAST_CONTEXT_TOKENS} tokens.")
+    if trained is not None and wanted > trained:
+        raise ConfigError(f"{option} {wanted} is more than the model was trained for: {trained} tokens at most.")
+    if wanted > 1 << 24:
+        raise ConfigError(f"{option} {wanted} is not possible: at most {1 << 24} tokens.")
+
+
+def size_up(name: str, header: GgufHeader, shape: ModelShape, model: ModelConfig, target: Target) -> Sizing:
+    """How it would be loaded on this device, and as its CPU route. The worker's own parameters."""
+    on_card = not target.is_host and not target.emulated
+    cpu = cpu_plan(name, model, Path(header.path).absolute(), Path(), on_card=on_card, threads=1)
+    gpu: StartModel | None = None
+    if on_card:
+        gpu = gpu_plan(cpu, model, shape, target.engine_device)
+    elif target.emulated:
+        gpu = emulated_plan(cpu, model, None)
+    return Sizing(name, header, shape, model, target, cpu, gpu)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of "8GiB", "8 GB", "512m" or a plain number; GB and G are powers of 1000 and 1024 as written.
+
+    Raises ConfigError naming the option.
+    """
+    found = _SIZE.match(text)
+    if found is not None:
+        number, unit, binary = found.groups()
+        decimal = unit is not None and binary is None and text.strip().lower().endswith("b")
+        exponent = "kmgt".index(unit.lower()) + 1 if unit else 0
+        size = round(float(number) * int((1000 if decimal else 1024) ** exponent))
+        if 0 < size < 1 << 60:
+            return size
+    raise ConfigError(f"{option} {text!r} is not a size: write it like 8GiB, 512MiB or 8589934592.")
+
+
+def check_ram(cpu: Demand, available_bytes: int | None) -> None:
+    """Raises ModelFileError where the CPU route cannot fit into the RAM that is available.
+
+    Pages of the file need not all be in RAM; what is the process's own must be.
+    """
+    needed = cpu.private_bytes
+    if available_bytes is None or needed <= available_bytes:
+        return
+    raise ModelFileError(
+        f"It does not fit: besides the pages of its file it takes at least {size_text(needed)} of RAM on the CPU, and "
+        f"{size_text(available_bytes)} are available. Choose a smaller context with --context, or a smaller model."
     )
-    if total is not None:
-        return f"{bytes_text(total)} ({parts})"
-    why = next(iter(demand.reasons.values()), "a part is not known")
-    return f"at least {bytes_text(demand.known_bytes)} ({parts}; {why.rstrip('.')})"

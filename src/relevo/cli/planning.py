@@ -1,0 +1,259 @@
+"""Makes a plan: reads the header, weighs the load, asks the ladder for every device, and says what each place costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import replace as replace_sizing
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from relevo.cli.sizing import Sizing, find_model, model_config, read_model, size_up
+from relevo.cli.targets import choose_target, targets_now
+from relevo.cli.weighing import Weighing
+from relevo.core.ladder import decide_load, largest_context
+from relevo.core.tier import Tier
+
+if TYPE_CHECKING:
+    from relevo.cli.place import ServicePlace
+    from relevo.cli.targets import Target
+    from relevo.config import Config
+    from relevo.core.demand import Demand
+    from relevo.core.events import StartModel
+    from relevo.core.verdict import LoadVerdict
+
+_MOST_PLANNED_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """One device, and what the ladder says of this load there."""
+
+    target: Target
+    verdict: LoadVerdict
+    need_bytes: int | None
+    max_context_tokens: int | None
+    """With all else as asked; None: not known, as `max_context_reason` says."""
+    max_context_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlace:
+    """A place where weights would lie, and what one token costs to read them there."""
+
+    place: str
+    """gpu, ram or storage."""
+    weights_bytes: int
+    read_bytes: int
+    """What one token reads of them: of a mixture of experts, only those it uses."""
+    bytes_a_s: float | None
+    how: str
+    """How the rate was measured, or why it was not."""
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token, for reading alone."""
+        return None if self.bytes_a_s is None else self.read_bytes / self.bytes_a_s
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that `relevo plan` says."""
+
+    sizing: Sizing
+    tier: Tier
+    engine_reason: str | None
+    """Why the engine's dry run did not give what the formulas do not know."""
+    device: Demand
+    """Of what it is loaded on; of a CPU route, the host."""
+    host: Demand
+    """Of the host, beside a card."""
+    cpu: Demand
+    asked: Fits
+    """What the ladder says on the device that is asked about."""
+    fits: tuple[Fits, ...]
+    """Every device with a memory: the one that is asked about first. Of the host, the CPU route."""
+    host_target: Target
+    places: tuple[StoragePlace, ...]
+    """Where the weights would lie; empty where all fit on the device, or in RAM."""
+
+
+class Planner:
+    """Plans loads for one place: its configuration, its devices."""
+
+    def __init__(self, place: ServicePlace, *, config_may_be_missing: bool = False) -> None:
+        self.paths = place.paths()
+        self.config: Config = place.load(may_be_missing=config_may_be_missing)
+        self._place = place
+        self._libraries: Path | None = None
+
+    @cached_property
+    def targets(self) -> list[Target]:
+        """The host and every device here, with what is free of each."""
+        return targets_now(self.config, self._place)
+
+    @property
+    def host(self) -> Target:
+        """The machine's own memory."""
+        return next(target for target in self.targets if target.is_host)
+
+    def plan(
+        self,
+        wanted: str,
+        wishes: dict[str, Any],
+        *,
+        device: str | None = None,
+        memory_bytes: int | None = None,
+        dry_run: bool = True,
+    ) -> Plan:
+        """The whole plan. Raises ModelFileError for the file, ConfigError for the wishes."""
+        name, path, base = find_model(self.config, wanted, str(self.paths.config))
+        header, shape = read_model(path)
+        model = model_config(header, base, **wishes)
+        targets, host = self.targets, self.host
+        target = choose_target(targets, device, base.device if base is not None else None, memory_bytes)
+        if target.here:  # as it would be configured
+            model = replace(model, device=None if target.is_host else target.name)
+        asked = size_up(name, header, shape, model, target)
+        scales = self._scales(asked, dry_run=dry_run)
+        first = _fits(asked, scales, host)
+        rows = [first] if target.here or target.total_bytes is not None else []
+        for other in targets:
+            if other != target:
+                elsewhere, there = self._elsewhere(asked, scales, other, dry_run=dry_run)
+                rows.append(_fits(elsewhere, there, host))
+        demand, beside = scales.weigh(asked.start)
+        cpu, _ = scales.weigh(asked.cpu)
+        return Plan(
+            sizing=asked,
+            tier=scales.tier(asked.start),
+            engine_reason=" ".join(scales.reasons) or None,
+            device=demand,
+            host=beside,
+            cpu=cpu,
+            asked=first,
+            fits=tuple(rows),
+            host_target=host,
+            places=() if target.available_bytes is None else _places(asked, first.verdict, host),
+        )
+
+    def libraries(self) -> Path:
+        """The engine's libraries. Raises LibraryError where they are missing."""
+        if self._libraries is None:
+            from relevo.setup.libraries import find
+
+            self._libraries = find(self.config.engine.libraries)
+        return self._libraries
+
+    def _elsewhere(self, asked: Sizing, scales: Weighing, other: Target, *, dry_run: bool) -> tuple[Sizing, Weighing]:
+        """The same model on another device; on the host, the CPU route that it has anyway."""
+        if other.is_host:
+            return replace_sizing(asked, target=other, gpu=None), scales
+        sized = size_up(asked.name, asked.header, asked.shape, replace(asked.model, device=other.name), other)
+        return sized, scales if other.kind == asked.target.kind else self._scales(sized, dry_run=dry_run)
+
+    def _scales(self, sizing: Sizing, *, dry_run: bool) -> Weighing:
+        """The closed form, and the engine's word for what it does not know."""
+        scales = Weighing(sizing.shape, sizing.target.kind)
+        starts = [start for start in dict.fromkeys((sizing.start, sizing.cpu)) if not scales.knows(start)]
+        if not starts:
+            return scales
+        if not dry_run:
+            scales.reasons.append("The engine was not asked (--no-dry-run).")
+            return scales
+        self._ask(scales, sizing, starts)
+        return scales
+
+    def _ask(self, scales: Weighing, sizing: Sizing, starts: list[StartModel]) -> None:
+        from relevo.core.dry_run import DryRunFigures
+        from relevo.core.errors import RelevoError
+        from relevo.replicas.dry_run import dry_run_now
+        from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
+
+        if not sizing.target.here and sizing.gpu is not None:
+            starts = [start for start in starts if start.device == "cpu"]
+            scales.reasons.append(
+                f"The engine can only be asked about a device that is here, not {sizing.target.name}."
+            )
+        most = min(sizing.header.context_trained_tokens or _MOST_PLANNED_TOKENS, _MOST_PLANNED_TOKENS)
+        try:
+            libraries = str(self.libraries())
+        except RelevoError as error:
+            scales.reasons.append(error.message)
+            return
+        wanted = [replace(start, libraries=libraries) for start in starts]
+        wanted += [replace(start, context_tokens=most) for start in wanted if start.context_tokens < most]
+        cache = DryRunCache(self.paths.cache / "dry-runs", EngineIdentity(engine=""))
+        on_card = any(start.device != "cpu" for start in wanted)
+        # Of a card's driver nothing is known here that could tell a remembered answer from a true one.
+        for start, answer in zip(wanted, dry_run_now(wanted, cache=None if on_card else cache), strict=True):
+            if isinstance(answer, DryRunFigures):
+                scales.planned.append((replace(start, libraries=sizing.cpu.libraries), answer))
+            elif start in wanted[: len(starts)]:
+                scales.reasons.append(answer.message)
+
+
+def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:
+    """The ladder's verdict for one device."""
+    target, wish = sizing.target, sizing.wish()
+    device = target.view()
+    verdict = decide_load(wish, device, host.view(), scales.weigh)
+    need, _ = scales.weigh(sizing.start)
+    reason = None
+    if target.available_bytes is None:
+        reason = target.reason
+    elif need.total_bytes is None:
+        reason = next(iter(need.reasons.values()), "A part of what it needs is not known.")
+    largest = None if reason else largest_context(wish, device, host.view(), scales.weigh)
+    return Fits(target, verdict, need.total_bytes, largest, reason)
+
+
+def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[StoragePlace, ...]:
+    """Where the weights would lie as the ladder would load it; nothing where they are all in one quick place."""
+    from relevo.cli.read_rate import memory_rate, storage_rate
+    from relevo.core.load import DEVICE_START, load_options
+    from relevo.core.placement import weights_bytes
+
+    start = verdict.start
+    on_card = start.route in ("gpu", "hybrid") and not sizing.target.emulated
+    options = load_options(start, on_device=on_card, learned=DEVICE_START["cpu"])
+    on_device, on_host = weights_bytes(sizing.shape, options)
+    kept = verdict.host_demand if on_card or verdict.start.route == "cpu" else verdict.device_demand
+    room = (host.available_bytes or 0) - (kept.private_bytes if kept.total_bytes is not None else 0)
+    stored = verdict.storage_bytes or max(0, on_host - max(0, room)) if host.available_bytes is not None else 0
+    stored = min(stored, on_host)
+    if not stored and start.route != "hybrid" and not (sizing.gpu is not None and start.route == "cpu"):
+        return ()
+    part = _used_share(sizing)
+    found = []
+    if on_device:
+        why = "not measured: only a load shows it (--check)"
+        found.append(StoragePlace("gpu", on_device, round(on_device * part), None, why))
+    in_ram = on_host - stored
+    rate = memory_rate()
+    found.append(StoragePlace("ram", in_ram, round(in_ram * part), rate, "one core copying; a rough figure"))
+    if stored:
+        largest = max(sizing.header.parts, key=lambda part: part.file_bytes)
+        read = storage_rate(Path(largest.path))
+        found.append(
+            StoragePlace(
+                "storage",
+                stored,
+                round(stored * part),
+                None if read is None else read.bytes_a_s,
+                "the file cannot be read for a measurement" if read is None else read.how,
+            )
+        )
+    return tuple(found)
+
+
+def _used_share(sizing: Sizing) -> float:
+    """What of the weights one token reads: all, but of experts only those that are used."""
+    shape = sizing.shape
+    experts = sum(layer.expert_bytes for layer in shape.layers)
+    whole = sum(layer.weights_bytes for layer in shape.layers) + shape.output_weights_bytes
+    if not shape.experts or not whole:
+        return 1.0
+    return (whole - experts * (1 - min(1.0, shape.experts_used / shape.experts))) / whole

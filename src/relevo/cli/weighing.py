@@ -1,0 +1,98 @@
+"""What loads of one model take: by the closed form, and where it does not know a part, by the engine's dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from relevo.cli.sizing import weigh
+from relevo.core.tier import Tier
+
+if TYPE_CHECKING:
+    from relevo.core.demand import Demand
+    from relevo.core.dry_run import DryRunFigures
+    from relevo.core.events import StartModel
+    from relevo.core.shape import ModelShape
+
+_MONOTONE = ("context_tokens", "slots", "ubatch_tokens", "batch_tokens")
+"""Options of which more never makes a part smaller."""
+_FIXED = ("profile", "kv_type", "flash_attention")
+"""Options that must be the same for one load to bound another."""
+_DEVICE_PARTS = {"kv_bytes": "kv_bytes", "state_bytes": "state_bytes", "compute_bytes": "compute_bytes"}
+_HOST_PARTS = {
+    "kv_bytes": "host_kv_bytes",
+    "state_bytes": "host_state_bytes",
+    "compute_bytes": "host_compute_bytes",
+    "output_bytes": "output_bytes",
+}
+"""Part of a demand -> field of the dry run's figures."""
+
+
+@dataclass(slots=True)
+class Weighing:
+    """The scales of one model on one kind of device. `weigh` is what the ladder calls."""
+
+    shape: ModelShape
+    kind: str
+    planned: list[tuple[StartModel, DryRunFigures]] = field(default_factory=list)
+    """Loads that the engine itself has planned."""
+    reasons: list[str] = field(default_factory=list)
+    """Why there are no figures of the engine although they are needed."""
+
+    def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
+        """(of its device, of the host besides); of a CPU route all is in the first."""
+        device, host = weigh(self.shape, start, self.kind)
+        on_card = start.route in ("gpu", "hybrid") and self.kind != "emulated"
+        first = _DEVICE_PARTS if on_card else _HOST_PARTS
+        return self._filled(device, start, first, on_card=on_card), self._filled(
+            host, start, _HOST_PARTS, on_card=on_card
+        )
+
+    def knows(self, start: StartModel) -> bool:
+        """Whether no part of this load is unknown."""
+        return all(demand.total_bytes is not None for demand in self.weigh(start))
+
+    def tier(self, start: StartModel) -> Tier:
+        """Where its figures come from."""
+        closed = all(demand.total_bytes is not None for demand in weigh(self.shape, start, self.kind))
+        return Tier.CLOSED_FORM if closed or not self.planned else Tier.DRY_RUN
+
+    def _filled(self, demand: Demand, start: StartModel, fields: dict[str, str], *, on_card: bool) -> Demand:
+        """The demand with the engine's figures, or bounds by them, for what the closed form does not know."""
+        found: dict[str, int] = {}
+        for part in demand.reasons:
+            bound = self._bound(start, fields[part], on_card=on_card) if part in fields else None
+            if bound is not None:
+                found[part] = bound
+        if not found:
+            return demand
+        reasons = {part: why for part, why in demand.reasons.items() if part not in found}
+        return msgspec.structs.replace(demand, **found, reasons=reasons)
+
+    def _bound(self, start: StartModel, field_name: str, *, on_card: bool) -> int | None:
+        """The least that a planned load with as much of everything takes; between two contexts, the line between.
+
+        A buffer grows with the context as the largest of several straight lines, so the line between two of its
+        points never lies below it.
+        """
+        others = [
+            (planned.context_tokens, int(getattr(figures, field_name)), planned)
+            for planned, figures in self.planned
+            if (planned.device != "cpu") == on_card and all(getattr(planned, f) == getattr(start, f) for f in _FIXED)
+        ]
+        above = [o for o in others if all(getattr(o[2], f) >= getattr(start, f) for f in _MONOTONE)]
+        if not above:
+            return None
+        tokens, value, nearest = min(above, key=lambda other: other[0])
+        below = [
+            o
+            for o in others
+            if o[0] < start.context_tokens and all(getattr(o[2], f) == getattr(nearest, f) for f in _MONOTONE[1:])
+        ]
+        if not below or tokens == start.context_tokens:
+            return value
+        low_tokens, low_value, _ = max(below, key=lambda other: other[0])
+        share = (start.context_tokens - low_tokens) / (tokens - low_tokens)
+        return -int(-(low_value + (value - low_value) * share) // 1)
