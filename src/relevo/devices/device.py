@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from relevo.core.described import Described
 from relevo.core.ledger import Reading
+from relevo.devices.events import DeviceEvent
 
 
 class DeviceKind(Described):
@@ -13,9 +14,12 @@ class DeviceKind(Described):
 
     HOST = "host", "The machine's own memory, which the CPU route leases from."
     NVIDIA = "nvidia", "An NVIDIA card, watched through the driver's management library."
-    VULKAN = "vulkan", "A card used through Vulkan, watched through the engine."
-    ROCM = "rocm", "An AMD card used through ROCm, watched through the engine."
-    METAL = "metal", "An Apple graphics processor, watched through the engine."
+    VULKAN = (
+        "vulkan",
+        "A card used through Vulkan, watched through the engine, or through the kernel where it is AMD's.",
+    )
+    ROCM = "rocm", "An AMD card used through ROCm, watched through the kernel."
+    METAL = "metal", "An Apple graphics processor: its limit is the engine's word, what is free the system's."
     CUDA = "cuda", "An NVIDIA card watched through the engine, where the management library does not answer."
     EMULATED = "emulated", "No card at all: it computes on the CPU, and its memory limit is kept by the kernel."
 
@@ -41,7 +45,12 @@ class Device(Protocol):
 
     @property
     def description(self) -> str:
-        """For people: the card's name, or what the stand-in is."""
+        """For people: the card's name and driver, or what the stand-in is. Part of a worker's fingerprint."""
+        ...
+
+    @property
+    def tells(self) -> str:
+        """For people: what can be known of it here, and what cannot. May change while it runs."""
         ...
 
     @property
@@ -51,4 +60,12 @@ class Device(Protocol):
 
     def read(self) -> Reading:
         """The newest figures. What is not known is None, with the reason."""
+        ...
+
+    def held_by(self, pid: int) -> int | None:
+        """What a process holds on it, in bytes: a hint. None where that is not told."""
+        ...
+
+    def events(self) -> tuple[DeviceEvent, ...]:
+        """What happened to it since the last time, oldest first."""
         ...

@@ -1,8 +1,9 @@
 """A card as the engine sees it: Vulkan, ROCm and Metal, where no management library of the maker is used.
 
 The engine is asked in a process of its own, because loading a backend touches a driver that may take the process
-down or hang. For AMD cards the kernel's own figures are better than the engine's (which have left other programs'
-use out), so those are used where they are readable. Where neither tells the free memory, a declared budget counts.
+down or hang. Its word is not always good: of AMD cards the kernel's figures are taken instead (see amd.py); Metal
+counts only the asking process, so what is free is the system's word; and some drivers, Intel's above all, call
+everything free whatever is used. That is a bound from above, and where it is all there is, a declared budget counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from typing import Any, Final
 
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
+from relevo.devices.amd import find_amd_card
 from relevo.devices.device import DeviceKind
+from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
+from relevo.devices.host import memory_available
+from relevo.devices.uevents import CardWatch
 
 INSPECT_TIMEOUT_S: Final = 30.0
 INTERVAL_S: Final = 10.0
@@ -50,6 +55,8 @@ class EngineDeviceFacts:
     backend: str
     total_bytes: int | None
     free_bytes: int | None
+    pci_address: str | None = None
+    """Like "0000:03:00.0"; None where the engine does not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,7 @@ def _facts(raw: dict[str, Any]) -> EngineFacts:
                 backend=str(d["backend"]),
                 total_bytes=d.get("memory_total_bytes"),
                 free_bytes=d.get("memory_free_bytes"),
+                pci_address=d.get("pci_address"),
             )
             for d in raw["devices"]
         ),
@@ -120,7 +128,7 @@ def _facts(raw: dict[str, Any]) -> EngineFacts:
 
 
 class EngineDevice:
-    """One card, watched through the engine (or the kernel, for AMD) by a thread of its own.
+    """One card, watched through the engine by a thread of its own, or through the kernel where it is AMD's.
 
     `declared_bytes`: the budget where nobody tells the free memory; then what is leased is all that is known.
     `ask`: returns the engine's facts; blocks, and may raise DeviceError.
@@ -148,13 +156,43 @@ class EngineDevice:
         self._clock = clock
         self._interval_s = interval_s
         self._root = root
+        self._amd = find_amd_card(
+            backend=card.backend,
+            description=card.description,
+            pci_address=card.pci_address,
+            integrated=card.kind == "igpu",
+            root=root,
+        )
+        self._watching: CardWatch | None = None
+        self._pci_address = card.pci_address if self._amd is None else self._amd.pci_address
+        self._box = EventBox()
+        self._gone_told = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._reading = self._judge(card)
 
+    @property
+    def tells(self) -> str:
+        """For people: what is known of this card, from whom, and what is not."""
+        if self._amd is not None:
+            told = self._amd.tells
+        elif self.kind is DeviceKind.METAL:
+            told = (
+                "The engine tells the limit; what is free is the system's word, as the card shares its memory. "
+                "Beyond the limit memory is swapped out rather than refused."
+            )
+        elif self._reading.free_bytes is None:
+            told = f"What is free is not known. {self._reading.reason}"
+        else:
+            told = f"The engine is asked every {self._interval_s:g} s for total and free memory, and for nothing else."
+        heard = self._watching is not None and self._watching.hears and self._pci_address is not None
+        return told if not heard else f"{told} The kernel announces when the card hangs."
+
     def start(self) -> None:
         """Begin to watch. Called twice, nothing more happens."""
-        if self._thread is None:
+        if self._watching is None and self.kind in (DeviceKind.VULKAN, DeviceKind.ROCM):
+            self._watching = CardWatch(self._pci_address)
+        if self._thread is None and self._amd is None:  # the kernel is asked directly, at every reading
             self._stopped.clear()
             self._thread = threading.Thread(target=self._watch, name=f"engine-{self.name}", daemon=True)
             self._thread.start()
@@ -165,18 +203,40 @@ class EngineDevice:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(wait_s)
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
 
     def read(self) -> Reading:
-        """What was seen last; unknown when that is too long ago. Never waits."""
+        """What was seen last; unknown when that is too long ago. Never waits for the engine."""
+        now = self._clock()
+        if self._amd is not None:
+            self._reading = self._note_gone(self._amd.read(now))
+            return self._reading
         reading = self._reading
-        age_s = self._clock() - reading.read_at
-        if self.declared_bytes is None and reading.free_bytes is not None and age_s > STALE_AFTER_S:
-            reason = f"The engine has not said anything of this card for {age_s:.0f} s."
-            return Reading(reading.total_bytes, None, read_at=reading.read_at, reason=reason)
+        age_s = now - reading.read_at
+        if reading.free_bytes is not None and age_s > STALE_AFTER_S:
+            return self._unknown(
+                reading.total_bytes, f"The engine has not said anything of this card for {age_s:.0f} s."
+            )
         return reading
+
+    def held_by(self, pid: int) -> int | None:
+        """What the kernel says that a worker holds; only of AMD cards does it say so."""
+        return None if self._amd is None else self._amd.held_by(pid)
+
+    def events(self) -> tuple[DeviceEvent, ...]:
+        """What happened since the last time."""
+        if self._watching is not None:
+            for event in self._watching.take(self._clock()):
+                _log.warning("Device %s: %s", self.name, event.sentence)
+                self._box.put(event)
+        return self._box.take()
 
     def refresh(self) -> Reading:
         """Ask now. Blocks: for the watching thread and for tests."""
+        if self._amd is not None:
+            return self.read()
         try:
             facts = self._ask()
         except DeviceError as e:
@@ -184,25 +244,41 @@ class EngineDevice:
             return self._reading
         card = next((device for device in facts.devices if device.name == self.engine_device), None)
         if card is None:
-            self._reading = self._unknown(None, f"The engine does not see {self.engine_device} any more.")
+            gone = f"The engine does not see {self.engine_device} any more."
+            self._reading = self._note_gone(self._unknown(None, gone))
         else:
+            self._gone_told = False
             self._reading = self._judge(card)
         return self._reading
 
     def _judge(self, card: EngineDeviceFacts) -> Reading:
-        kernel = amd_memory(self._root) if self.kind in (DeviceKind.ROCM, DeviceKind.VULKAN) else None
-        if kernel is not None:
-            return Reading(kernel[0], kernel[1], read_at=self._clock())
-        if card.free_bytes is None or not card.total_bytes:
-            return self._unknown(card.total_bytes, "The engine does not tell this card's memory.")
-        if card.free_bytes >= card.total_bytes and self.kind is DeviceKind.VULKAN:
-            # Some drivers always say that everything is free: an upper bound, never a promise.
-            return self._unknown(card.total_bytes, "This driver calls all of the card's memory free, whatever is used.")
-        return Reading(card.total_bytes, card.free_bytes, read_at=self._clock())
+        now = self._clock()
+        if self._amd is not None:
+            return self._amd.read(now)
+        total, free = card.total_bytes, card.free_bytes
+        if free is None or not total:
+            return self._unknown(total, "The engine does not tell this card's memory.")
+        if self.kind is DeviceKind.METAL:
+            available = memory_available(self._root)
+            if available is None:
+                return self._unknown(total, "The system does not tell what memory it has left.", at_most=free)
+            return Reading(total, min(free, available), read_at=now)
+        if free >= total:
+            all_free = "This driver calls all of the card's memory free, whatever is used: that is only an upper bound."
+            return self._unknown(total, all_free, at_most=free)
+        return Reading(total, free, read_at=now)
 
-    def _unknown(self, total_bytes: int | None, reason: str) -> Reading:
+    def _unknown(self, total_bytes: int | None, reason: str, at_most: int | None = None) -> Reading:
         more = "" if self.declared_bytes is not None else " Declare total_bytes for the device."
-        return Reading(total_bytes, None, read_at=self._clock(), reason=reason + more)
+        return Reading(total_bytes, None, read_at=self._clock(), reason=reason + more, free_at_most_bytes=at_most)
+
+    def _note_gone(self, reading: Reading) -> Reading:
+        """A card that was there and is not shown any more: told once, until it is back."""
+        gone = reading.total_bytes is None
+        if gone and not self._gone_told:
+            self._box.put(DeviceEvent(DeviceEventKind.OFF_THE_BUS, "gone", reading.reason or "", self._clock()))
+        self._gone_told = gone
+        return reading
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval_s):
@@ -218,17 +294,3 @@ def kind_of(backend: str) -> DeviceKind:
         if part in backend.lower():
             return kind
     raise DeviceError(f"The engine's backend {backend} is not one that Relevo knows.")
-
-
-def amd_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(total, free) of the one AMD card, from the kernel. None with no card, with several, or an integrated one."""
-    found = []
-    for folder in root.glob("sys/class/drm/card*/device"):
-        try:
-            total = int((folder / "mem_info_vram_total").read_text(encoding="ascii"))
-            used = int((folder / "mem_info_vram_used").read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        found.append((total, max(0, total - used)))
-    # An integrated card's own part is tiny beside what it borrows from RAM: the engine's sum is nearer the truth.
-    return found[0] if len(found) == 1 and found[0][0] >= 1 << 31 else None

@@ -5,6 +5,9 @@ kernel keep the total: each process may grow by what the others leave free, so a
 engine as it would on a card, and a reset kills every process on the device. What it cannot show is a card's speed,
 its driver, or its own arithmetic; for the last, another CPU library stands in (see variants.py).
 
+What goes wrong with real devices can be played on it (see faults.py): memory in pieces, readings that lag, lie or
+stand still, a neighbour, a loss, a reset. The failures in the engine are then real ones.
+
 Limits, to be honest about: memory is counted when it is reserved, and between two ticks two growing processes can
 take the same free bytes, so `overshoot_bytes` is measured and shown.
 """
@@ -16,6 +19,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,9 @@ from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
 from relevo.devices.ballast import registered_pids
 from relevo.devices.device import DeviceKind
+from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
+from relevo.devices.faults import FaultFile, Faults
+from relevo.devices.xids import xid
 from relevo.processes.identity import alive_since, kill_group
 from relevo.processes.limits import limit_data_bytes
 from relevo.processes.memory import data_bytes
@@ -32,6 +39,9 @@ from relevo.processes.memory import data_bytes
 TICK_S: Final = 0.05
 SPARE_BYTES: Final = 4 << 20
 """Each process's own crumbs (messages, small objects) above a full device: those lie in RAM on a real machine too."""
+
+KEPT_S: Final = 6.0
+"""How far back what was used is remembered, for readings that lag."""
 
 _log = logging.getLogger("relevo.devices.soft")
 
@@ -57,7 +67,8 @@ class Occupant:
 class SoftDevice:
     """An emulated accelerator with `total_bytes` of memory.
 
-    `folder`: where ballast puts its pid files; those processes register themselves. Raises DeviceError off Linux.
+    `folder`: where ballast puts its pid files (those processes register themselves), and faults their file.
+    Raises DeviceError off Linux.
     """
 
     kind = DeviceKind.EMULATED
@@ -86,6 +97,12 @@ class SoftDevice:
         self._spare_bytes = spare_bytes
         self._clock = clock
         self._processes: dict[int, _Process] = {}
+        self._fault_file = None if folder is None else FaultFile(folder)
+        self._faults = Faults()
+        self._resets_played = 0
+        self._used_before: deque[tuple[float, int]] = deque()
+        self._stale: Reading | None = None
+        self._box = EventBox()
         self._lock = threading.RLock()  # readings may be taken in a thread while the loop ticks
 
     def __repr__(self) -> str:
@@ -99,10 +116,25 @@ class SoftDevice:
         return f"emulated accelerator of {self.total_bytes >> 20} MiB: computes on the CPU, the kernel keeps its limit"
 
     @property
+    def tells(self) -> str:
+        """For people: what is known of it, and what is played on it."""
+        told = (
+            "The kernel tells each process's private memory, counted when it is reserved. It stands in for a card's "
+            "memory limit; a card's speed, driver and arithmetic it cannot show."
+        )
+        played = self._faults.sentence
+        return told if played is None else f"{told} {played}"
+
+    @property
+    def faults(self) -> Faults:
+        """What is played on it, as of the last tick or reading."""
+        return self._faults
+
+    @property
     def used_bytes(self) -> int:
-        """What all its processes held at the last tick or reading."""
+        """What all its processes, and a neighbour that is only played, held at the last tick or reading."""
         with self._lock:
-            return sum(process.used_bytes for process in self._processes.values())
+            return sum(process.used_bytes for process in self._processes.values()) + self._faults.external_bytes
 
     @property
     def occupants(self) -> tuple[Occupant, ...]:
@@ -134,49 +166,46 @@ class SoftDevice:
     def tick(self) -> Reading:
         """Look at every process and set its limit anew. Call it about twenty times a second.
 
-        A limit is what the process holds, what nobody holds, and its spare bytes. It never falls below what the
-        process has; while the device is full, spare bytes are given only once.
+        A limit is what the process holds, what nobody holds (at most the largest piece of it), and its spare bytes.
+        It never falls below what the process has; while the device is full, spare bytes are given only once.
         """
         with self._lock:
-            reading = self.read()
-            free = reading.free_bytes or 0
+            self._look()
+            free = max(0, self.total_bytes - self.used_bytes)
+            block = self._faults.largest_block_bytes
+            piece = free if block is None else min(free, block)
             for process in list(self._processes.values()):
                 if free > 0:
                     process.full_at_bytes = None
-                    limit = process.used_bytes + free + self._spare_bytes
+                    limit = process.used_bytes + piece + self._spare_bytes
                 else:
                     full_at = process.used_bytes if process.full_at_bytes is None else process.full_at_bytes
                     process.full_at_bytes = min(full_at, process.used_bytes)
                     limit = max(process.full_at_bytes + self._spare_bytes, process.used_bytes)
-                if limit == process.limit_bytes:
-                    continue
-                if limit_data_bytes(process.pid, limit):
+                if limit != process.limit_bytes and limit_data_bytes(process.pid, limit):
                     process.limit_bytes = limit
-            return reading
+            return self._reading()
 
     def read(self) -> Reading:
         """The figures as of now, from the kernel. Under a tenth of a millisecond a process."""
         with self._lock:
-            self._take_in_ballast()
-            for process in list(self._processes.values()):
-                used = data_bytes(process.pid)
-                if used is None or alive_since(process.pid) != process.start_ticks:
-                    del self._processes[process.pid]
-                else:
-                    process.used_bytes = used
-            used = self.used_bytes
-            self.overshoot_bytes = max(self.overshoot_bytes, used - self.total_bytes)
-            return Reading(self.total_bytes, max(0, self.total_bytes - used), read_at=self._clock())
+            self._look()
+            return self._reading()
+
+    def held_by(self, pid: int) -> int | None:
+        """What a process on it holds now; None for one that is not on it."""
+        with self._lock:
+            return data_bytes(pid) if pid in self._processes else None
+
+    def events(self) -> tuple[DeviceEvent, ...]:
+        """What happened since the last time."""
+        return self._box.take()
 
     def reset(self) -> int:
         """What a driver does in despair: every process on the device is killed. Returns how many were."""
         with self._lock:
             self._take_in_ballast()
-            killed = 0
-            for process in self._processes.values():
-                if alive_since(process.pid) == process.start_ticks:
-                    kill_group(process.pid)
-                    killed += 1
+            killed = self._kill_all()
             self.resets += 1
             _log.warning("Device %s was reset; processes killed: %s.", self.name, killed)
             return killed
@@ -189,6 +218,68 @@ class SoftDevice:
             except OSError:
                 _log.exception("Device %s: a tick failed.", self.name)
             await asyncio.sleep(interval_s)
+
+    def _look(self) -> None:
+        """Take in who is there and what each holds, and what is to be played."""
+        self._take_in_ballast()
+        for process in list(self._processes.values()):
+            used = data_bytes(process.pid)
+            if used is None or alive_since(process.pid) != process.start_ticks:
+                del self._processes[process.pid]
+            else:
+                process.used_bytes = used
+        if self._fault_file is not None:
+            if self._fault_file.look():
+                self._play(self._fault_file.faults)
+            if self._faults.lost:
+                self._kill_all()
+        now, used = self._clock(), self.used_bytes
+        real_bytes = used - self._faults.external_bytes
+        self.overshoot_bytes = max(self.overshoot_bytes, real_bytes - self.total_bytes)
+        self._used_before.append((now, used))
+        while self._used_before[0][0] < now - KEPT_S:
+            self._used_before.popleft()
+
+    def _reading(self) -> Reading:
+        """What is said, which is not what is true while faults are played."""
+        now, faults = self._clock(), self._faults
+        if faults.lost:
+            return Reading(None, None, read_at=now, reason="The emulated device is lost, as its faults.json says.")
+        if faults.stale and self._stale is not None:
+            return self._stale
+        earlier = [used for at, used in self._used_before if at <= now - faults.lag_s]
+        used = 0 if faults.all_free else (earlier[-1] if earlier else self._used_before[0][1])
+        free = max(0, self.total_bytes - used)
+        block = None if faults.largest_block_bytes is None else min(free, faults.largest_block_bytes)
+        reading = Reading(self.total_bytes, free, read_at=now, largest_block_bytes=block)
+        self._stale = reading
+        return reading
+
+    def _play(self, faults: Faults) -> None:
+        before, self._faults = self._faults, faults
+        _log.warning("Device %s: %s", self.name, faults.sentence or "No faults are played on it any more.")
+        if faults.lost and not before.lost:
+            self._tell(DeviceEventKind.OFF_THE_BUS, "lost", "The emulated device is lost, as its faults.json says.")
+        if before.lost and not faults.lost:
+            self._tell(DeviceEventKind.INFORMATION, "back", "The emulated device is back.")
+        if faults.reset not in (0, self._resets_played):
+            self._resets_played = faults.reset
+            self.reset()
+            self._tell(DeviceEventKind.RESET_DONE, "reset", "The emulated device was reset, as its faults.json says.")
+        for number in faults.xids:
+            known = xid(number)
+            self._tell(known.kind, f"xid {number}", f"{known.sentence} (Emulated.)")
+
+    def _tell(self, kind: DeviceEventKind, code: str, sentence: str) -> None:
+        self._box.put(DeviceEvent(kind, code, sentence, self._clock()))
+
+    def _kill_all(self) -> int:
+        killed = 0
+        for process in self._processes.values():
+            if alive_since(process.pid) == process.start_ticks:
+                kill_group(process.pid)
+                killed += 1
+        return killed
 
     def _take_in_ballast(self) -> None:
         if self._folder is None:
