@@ -18,6 +18,7 @@ from relevo.core.quantization import NUMBER_TYPES
 NAME: Final = "Accelerator0"
 HOST_NAME: Final = "Accelerator_Host"
 ALIGNMENT_BYTES: Final = 128  # CUDA's
+HOST_ALIGNMENT_BYTES: Final = 32  # of CUDA's pinned memory, and of the CPU's own
 OFFLOAD_ROWS: Final = 32  # from so many rows on CUDA and Vulkan take a product whose weights lie on the host
 MEMORY_BYTES: Final = 1 << 44
 _GPU: Final = 1
@@ -108,7 +109,8 @@ class Accelerator:
         kind = self._keep(ffi.new("struct buft *"))
         kind.get_name = self._named(name)
         kind.alloc_buffer = self._function("void *(void *, size_t)", self._allocate)
-        kind.get_alignment = self._function("size_t(void *)", lambda _: ALIGNMENT_BYTES)
+        alignment = HOST_ALIGNMENT_BYTES if host else ALIGNMENT_BYTES
+        kind.get_alignment = self._function("size_t(void *)", lambda _: alignment)
         if host:
             kind.is_host = self._function("bool(void *)", lambda _: True)
         else:

@@ -10,6 +10,7 @@ import pytest
 from relevo.core.demand import DEVICE_START, MIB, Demand, LoadOptions, cells_for, load_options, model_demand
 from relevo.core.errors import ModelFileError
 from relevo.core.events import StartModel
+from relevo.core.graph_form import GraphForm
 from relevo.core.placement import device_layers
 from relevo.core.shape import LayerShape, ModelShape
 from relevo.models.gguf import read_header
@@ -30,6 +31,8 @@ SMOLLM = ModelShape(
     input_weights_bytes=30_081_024,
     output_weights_bytes=2304,
     tied_table_bytes=30_081_024,
+    graph=GraphForm(),
+    head_bytes=30_081_024,
 )
 
 # Llama-3.1-8B-Instruct Q4_K_M: 4,912,898,304 B of tensors, of them 281.81 MiB the table and about 410 the head.
@@ -51,6 +54,8 @@ LLAMA = ModelShape(
     layers=(LAYER,) * 32,
     input_weights_bytes=TABLE,
     output_weights_bytes=HEAD,
+    graph=GraphForm(),
+    head_bytes=HEAD,
 )
 
 
@@ -86,13 +91,12 @@ def test_the_smallest_model_on_the_cpu_is_predicted_as_the_engine_reserves(
     demand = on_host(SMOLLM, **options)
     assert mib(demand.weights_bytes) == 92.10
     assert mib(demand.kv_bytes) == kv
-    assert mib(demand.compute_bytes) == pytest.approx(compute, abs=0.06)
+    assert mib(demand.compute_bytes) == compute
 
 
-def test_a_quantized_cache_is_exact_and_its_compute_a_bound() -> None:
+def test_a_quantized_cache_is_exact() -> None:
     demand = on_host(SMOLLM, context_tokens=4096, ubatch_tokens=512, kv_type="q8_0", outputs=9, sequences=9)
     assert mib(demand.kv_bytes) == 47.81
-    assert 16.45 <= mib(demand.compute_bytes) <= 17.5
     strict = on_host(SMOLLM, context_tokens=4096, kv_type="q8_0", sequences=9, shared_cells=False)
     assert mib(strict.kv_bytes) == 430.31
 
@@ -144,7 +148,7 @@ def test_llama_8b_compute_buffer(context: int, rows: int, flash: bool, outputs: 
     demand = on_device(
         LLAMA, context_tokens=context, ubatch_tokens=rows, batch_tokens=2048, flash_attention=flash, outputs=outputs
     )
-    assert mib(demand.compute_bytes) == expected
+    assert mib(demand.compute_bytes) == pytest.approx(expected, abs=0.05)  # positions and other small inputs
 
 
 @pytest.mark.parametrize(("layers", "kv"), [(16, 480), (31, 960), (33, 1024), (999, 1024), (1, 0), (0, 0)])
@@ -164,28 +168,7 @@ def test_one_layer_on_the_device_is_the_head_alone() -> None:
 
 def test_the_published_total_of_a_full_load() -> None:
     demand = on_device(LLAMA, context_tokens=8192, ubatch_tokens=512, context_bytes=0, pool_bytes=0, margin_bytes=0)
-    assert round(mib(demand.total_bytes)) == 5543
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"experts": 8}, "experts"),
-        ({"latent_attention": True}, "MLA"),
-        ({"window_tokens": 1024}, "window"),
-        ({"predicts_ahead": True}, "ahead"),
-        ({"embeds": True}, "embedding"),
-        ({"architecture": "strange"}, "strange"),
-    ],
-)
-def test_what_the_formula_does_not_describe_is_unknown_with_a_reason(change: dict[str, object], word: str) -> None:
-    device, host = model_demand(msgspec.structs.replace(LLAMA, **change), LoadOptions(on_device=True))
-    assert device.compute_bytes is None
-    assert device.total_bytes is None
-    assert device.kv_bytes is not None
-    assert word in device.reasons["compute_bytes"]
-    assert host.compute_bytes is None
-    assert host.total_bytes is None
+    assert mib(demand.total_bytes) == 5543.5
 
 
 def with_layers(*layers: LayerShape, **changes: object) -> ModelShape:
@@ -268,9 +251,10 @@ def test_the_shape_is_read_from_the_header(tmp_path: Path) -> None:
     found = shape(tmp_path, w.keys())
     assert (found.embedding, found.vocabulary_tokens) == (64, 6)
     like = LayerShape(heads=4, kv_heads=2, key_length=16, value_length=16, feed_forward=96)
-    assert found.layers == (msgspec.structs.replace(like, weights_bytes=64 * 40 + 256), like)
+    tensors = (("attn_q.weight", 64 * 40), ("attn_norm.weight", 256))
+    assert found.layers == (msgspec.structs.replace(like, weights_bytes=64 * 40 + 256, tensors=tensors), like)
     assert (found.input_weights_bytes, found.output_weights_bytes, found.tied_table_bytes) == (408, 256, 408)
-    assert not found.unknown
+    assert set(found.unknown) == {"compute_bytes"}  # it lacks most of a model's tensors
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:

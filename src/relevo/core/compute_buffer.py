@@ -1,58 +1,48 @@
-"""The compute buffer: intermediate results of one micro-batch, on the device and on the host.
+"""The compute buffer: intermediate results of one micro-batch, on the device and on the host; and what goes with it.
 
-It has a closed form for ordinary dense transformers, fitted to llama.cpp's own reservation (within 0.1 MiB of 12
-dense models on an accelerator, and of SmolLM2-135M on the CPU, llama.cpp v0.5.0).
+The engine lays out the worst prompt step (as many rows as a micro-batch has, every cell in use) and takes the peak of
+the layout. The peak is not a sum: it follows from the order of the graph and from the allocator's choices. So both
+are replayed here, on sizes alone: `decoder_graph` draws the graph, `graph_memory` lays it out. For the forms it knows
+the result is what the engine reserves, to the byte (tests/golden). Where it is not known it is said to be unknown, and
+the engine's own dry run answers instead.
 """
 
 from __future__ import annotations
 
-from relevo.core.kv_cache import cells_of, rows_of
+from functools import lru_cache
+
+import msgspec
+
+from relevo.core.decoder_graph import LayerGraph, StepGraph, decoder_graph
+from relevo.core.graph import Place
+from relevo.core.graph_memory import graph_bytes
+from relevo.core.kv_cache import cells_of, rows_of, window_cells_of
 from relevo.core.load import MIB, LoadOptions
 from relevo.core.placement import device_layers
-from relevo.core.shape import ModelShape
+from relevo.core.quantization import BY_NAME
+from relevo.core.shape import LayerShape, ModelShape
 
-CLOSED_FORM = frozenset({"llama", "qwen2", "qwen3", "mistral3", "smollm3", "granite", "internlm2"})
-"""Architectures whose graph is the one the compute formula describes: gated feed-forward, grouped attention."""
+ROTATION_STEP = 64
+"""Keys and values of a quantized cache are rotated where their heads are a multiple of this wide."""
+_LONGEST_PERIOD = 8
+_NOT_MEASURED = "The compute buffer of this model has no closed form: nothing is known of its graph."
 
 
 def compute_bytes(shape: ModelShape, options: LoadOptions) -> int | str:
-    """The device's largest set of intermediate results that live at once; or the reason why it is not known.
+    """The device's buffer for one micro-batch; 0 without a device; or the reason why it is not known.
 
-    flash attention: max(feed-forward peak, attention peak, logits peak); without it attention scores dominate.
-    With a quantized KV cache the engine needs a little less: the figure is then a bound.
+    Of a device that computes every operation and orders none anew (CUDA's default; llama.cpp v0.5.0). With layers
+    left to the host it holds copies of their weights too: from 32 rows on the engine ships them there. Not in it:
+    what a backend's kernels allocate for themselves, see `pool_bound`.
     """
-    why = _unusual(shape)
-    if why:
-        return f"The compute buffer of this model has no closed form: {why}."
-    rows, (_, cells) = rows_of(options), cells_of(options)
-    width = max((layer.heads * layer.key_length for layer in shape.layers), default=0)
-    kv_width = max((layer.kv_heads * (layer.key_length + layer.value_length) for layer in shape.layers), default=0)
-    outputs = min(options.outputs, rows)
-    logits = 4 * outputs * (shape.vocabulary_tokens + shape.embedding)
-    if not options.flash_attention:
-        heads = max((layer.heads for layer in shape.layers), default=0)
-        attention = rows * 4 * (cells * (heads + 1) + 2 * shape.embedding + 2 * width + kv_width)
-        return max(attention, logits)
-    feed_forward = max((layer.feed_forward for layer in shape.layers), default=0)
-    feed = rows * (4 * (3 * feed_forward + 2 * shape.embedding + width) + 2 * cells)
-    attention = rows * (4 * (2 * shape.embedding + 2 * width + kv_width) + 2 * cells)
-    return max(feed, attention, logits)
+    found = _buffers(shape, options)
+    return found if isinstance(found, str) else found[0]
 
 
 def host_compute_bytes(shape: ModelShape, options: LoadOptions) -> int | str:
-    """The host's part; or the reason why it is not known.
-
-    On the CPU the embedded input rows stay in the same buffer: measured, exact. Beside a device the host holds the
-    inputs, and a whole layer's results where layers were left to it: all of it is the bound.
-    """
-    compute = compute_bytes(shape, options)
-    if isinstance(compute, str):
-        return compute
-    rows, (_, cells) = rows_of(options), cells_of(options)
-    if not options.on_device:
-        return compute + rows * 4 * shape.embedding
-    layers, _ = device_layers(shape, options)
-    return rows * (8 * shape.embedding + 2 * cells) + (compute if layers < shape.layer_count else 0)
+    """The host's buffer: all of the step on the CPU; beside a device, inputs and what the device leaves to it."""
+    found = _buffers(shape, options)
+    return found if isinstance(found, str) else found[1]
 
 
 def output_bytes(shape: ModelShape, options: LoadOptions) -> int:
@@ -75,20 +65,94 @@ def pool_bound(shape: ModelShape, options: LoadOptions) -> int:
     return max(128 * MIB, pool)
 
 
-def _unusual(shape: ModelShape) -> str | None:
-    """Why the closed form does not describe this model, as the end of a sentence; None when it does."""
-    if shape.experts:
-        return "it is a mixture of experts"
-    if shape.latent_attention:
-        return "its attention is compressed (MLA)"
-    if shape.window_tokens:
-        return "some of its layers see a sliding window"
-    if shape.recurrent:
-        return "it has recurrent layers"
-    if shape.predicts_ahead:
-        return "it predicts several tokens ahead"
-    if shape.embeds:
-        return "it is an embedding model"
-    if shape.architecture not in CLOSED_FORM:
-        return f"the architecture {shape.architecture!r} has not been measured"
-    return None
+def _buffers(shape: ModelShape, options: LoadOptions) -> tuple[int, int] | str:
+    """(device, host), or why they are not known."""
+    if "compute_bytes" in shape.unknown:
+        return shape.unknown["compute_bytes"]
+    if shape.graph is None:
+        return _NOT_MEASURED
+    if options.kv_type not in BY_NAME:
+        return f"The KV type {options.kv_type!r} is not known."
+    return _laid_out(_step(shape, options, shape.graph.windowed))
+
+
+@lru_cache(maxsize=4096)
+def _laid_out(step: StepGraph) -> tuple[int, int]:
+    return graph_bytes(decoder_graph(step), step.on_device)
+
+
+def _step(shape: ModelShape, options: LoadOptions, windowed: bool) -> StepGraph:
+    """The worst prompt step of these options (llama_context::sched_reserve and graph_reserve)."""
+    assert shape.graph is not None
+    streams, cells = cells_of(options)
+    rows = rows_of(options)
+    kind = BY_NAME[options.kv_type]
+    rotated = kind.block_elements > 1
+    first = shape.layers[0]
+    layers, head = device_layers(shape, options)
+    return StepGraph(
+        form=shape.graph,
+        layers=_layers(shape, options, layers),
+        embedding=shape.embedding,
+        vocabulary=shape.vocabulary_tokens,
+        rows=-(-rows // options.sequences) * options.sequences,
+        outputs=min(rows, max(options.outputs, options.sequences)),
+        streams=streams,
+        cells=cells,
+        window_cells=window_cells_of(shape, options) if windowed else cells,
+        flash_attention=options.flash_attention,
+        cache_element=(kind.block_bytes, kind.block_elements),
+        rotated_keys=_rotation(first.key_length) if rotated else 0,
+        rotated_values=ROTATION_STEP if rotated and first.value_length % ROTATION_STEP == 0 else 0,
+        experts=shape.experts,
+        experts_used=shape.experts_used,
+        expert_feed_forward=shape.expert_feed_forward or first.feed_forward,
+        on_device=options.on_device,
+        head_place=Place.DEVICE if head else Place.HOST,
+        head_bytes=0 if head or not options.on_device else shape.head_bytes,
+    )
+
+
+def _rotation(width: int) -> int:
+    """The widest power of two that divides a head, of ROTATION_STEP at least; 0: it is not rotated."""
+    return width & -width if width % ROTATION_STEP == 0 else 0
+
+
+def _layers(shape: ModelShape, options: LoadOptions, on_device: int) -> tuple[LayerGraph, ...]:
+    """The layers that decide: the rest repeat them, and find the same blocks free."""
+    border = shape.layer_count - on_device
+    host = [_layer(layer, Place.HOST, options) for layer in shape.layers[:border]]
+    device = [_layer(layer, Place.DEVICE, options) for layer in shape.layers[border:]]
+    split = min(options.host_expert_layers, len(device))
+    for at in range(split):
+        experts = tuple(item for item in shape.layers[border + at].tensors if "exps." in item[0])
+        device[at] = msgspec.structs.replace(device[at], host_experts=True, weights=experts)
+    return (*_repeated(host), *_repeated(device[:split]), *_repeated(device[split:]))
+
+
+def _layer(layer: LayerShape, place: Place, options: LoadOptions) -> LayerGraph:
+    shipped = options.on_device and place is Place.HOST
+    return LayerGraph(
+        heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        key_length=layer.key_length,
+        value_length=layer.value_length,
+        feed_forward=layer.feed_forward,
+        slides=layer.slides,
+        place=place,
+        weights=layer.tensors if shipped else (),
+    )
+
+
+def _repeated(layers: list[LayerGraph]) -> list[LayerGraph]:
+    """Enough of layers that repeat with a period, ending where they end. All, if none repeats.
+
+    Blocks that one layer leaves free and the next takes come back after one, two or three layers, so whole sixes of
+    periods can be left out and change nothing.
+    """
+    for period in range(1, _LONGEST_PERIOD + 1):
+        round_ = 6 * period
+        kept = round_ + len(layers) % round_
+        if kept < len(layers) and all(layers[at] == layers[at + period] for at in range(len(layers) - period)):
+            return layers[:kept]
+    return layers

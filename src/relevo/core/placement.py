@@ -22,12 +22,16 @@ def weights_bytes(shape: ModelShape, options: LoadOptions) -> tuple[int, int]:
     """Tensors by where they lie: (on the device, on the host). A tied table that the device copies counts twice."""
     layers, head = device_layers(shape, options)
     first = shape.layer_count - layers
-    left_experts = sum(layer.expert_bytes for layer in shape.layers[first : first + options.host_expert_layers])
-    device = sum(layer.weights_bytes for layer in shape.layers[first:]) - left_experts
-    host = shape.input_weights_bytes + sum(layer.weights_bytes for layer in shape.layers[:first]) + left_experts
+    there, here = shape.layers[first:], shape.layers[:first]
+    left_experts = sum(layer.expert_bytes for layer in there[: options.host_expert_layers])
+    device = sum(layer.weights_bytes + layer.padding_bytes for layer in there) - left_experts
+    device += shape.rotary_bytes if there else 0
+    host = shape.input_weights_bytes + sum(layer.weights_bytes for layer in here) + left_experts
+    host += shape.rotary_bytes if here else 0
     if head:
         return device + shape.output_weights_bytes + shape.tied_table_bytes, host
-    return device, host + shape.output_weights_bytes
+    twice = shape.tied_table_is_read_twice and not options.use_mmap
+    return device, host + shape.output_weights_bytes + (shape.tied_table_bytes if twice else 0)
 
 
 def repacked_bytes(shape: ModelShape, options: LoadOptions) -> int:
@@ -40,4 +44,5 @@ def repacked_bytes(shape: ModelShape, options: LoadOptions) -> int:
         return 0
     if options.use_mmap:
         return sum(size for kind, size in shape.repackable_bytes.items() if kind in options.repacked_types)
-    return shape.tied_table_bytes if shape.tied_table_type in options.repacked_types else 0
+    once = shape.tied_table_type in options.repacked_types and not shape.tied_table_is_read_twice
+    return shape.tied_table_bytes if once else 0

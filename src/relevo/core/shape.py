@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import msgspec
 
+from relevo.core.graph_form import GraphForm
+
+DEVICE_ALIGNMENT_BYTES = 128
+"""Of CUDA and most others. On the host tensors lie as in the file."""
+
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One repeating layer. Widths in elements, states in 4-byte elements of one sequence, weights in bytes."""
 
     weights_bytes: int = 0
     """All tensors of the layer."""
+    padding_bytes: int = 0
+    """What a device adds to begin every tensor at a multiple of `DEVICE_ALIGNMENT_BYTES`."""
     expert_bytes: int = 0
     """Of these, the experts' tensors, which a plan may leave in host RAM."""
     heads: int = 0
@@ -36,6 +43,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of a recurrent layer's convolution or shift state (n_r)."""
     mixer_state: int = 0
     """Elements of a recurrent layer's state proper (n_s)."""
+    tensors: tuple[tuple[str, int], ...] = ()
+    """Its tensors by name with their bytes: what a device is shipped copies of while the layer lies on the host."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +59,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """The token embedding table and what else is read before the first layer; always on the host."""
     output_weights_bytes: int
     """The output norm, and the head where it is a tensor of its own."""
+    rotary_bytes: int = 0
+    """Tables of rotary positions, which both sides need where layers lie on both."""
     tied_table_bytes: int = 0
     """Without a head of its own the model uses the embedding table; a device then gets this second copy of it."""
     experts: int = 0
@@ -67,6 +78,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices by number type, a tied table among them: what a CPU may keep in another order."""
     tied_table_type: str | None = None
     """Number type of a tied table."""
+    tied_table_is_read_twice: bool = False
+    """Where the file is read and not mapped, the engine puts a tied table on the host twice."""
+    graph: GraphForm | None = None
+    """What its compute buffer follows from; None: no form describes its graph, and `unknown` may say why."""
+    head_bytes: int = 0
+    """The matrix that makes logits, its own or the embedding table."""
     unknown: dict[str, str] = {}
     """Parts of the demand that the closed form cannot give for this model, with the reason as a plain sentence."""
 

@@ -62,6 +62,9 @@ KEEPS_NOTHING = _words(
 )
 """Encoders and diffusion models: they see a whole text at once, and no cache is made for them."""
 
+HAS_NO_HEAD = (KEEPS_NOTHING - {"dream", "gemma-embedding", "llada", "llada-moe", "rnd1"}) | {"bitnet"}
+"""Never turn results into words, or use the embedding table where it lies: no device gets a copy of it."""
+
 LAYERS_WITH_CACHE = {"gemma3n": 20}
 """The later layers read an earlier one's cache; other files state how many do (`attention.shared_kv_layers`)."""
 READS_SHARED_LAYERS = frozenset({"gemma4"})
@@ -71,6 +74,15 @@ IGNORES_GROUPS = frozenset({"mamba", "jamba"})
 
 LINEAR_ATTENTION_PERIOD = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4}
 """Every n-th layer keeps keys and values, the others a state, unless the file tells another period or each layer."""
+
+READS_TIED_TABLE_TWICE = frozenset({"gemma3n", "gemma4"})
+"""Ask for the head before the table that it is, and get two of it where the file is not mapped."""
+
+LOADED_OF_LAYERS_AHEAD: dict[str, tuple[str, ...]] = {
+    "deepseek32": ("exp_probs_b.bias",),
+    "glm-dsa": ("exp_probs_b.bias",),
+}
+"""What is loaded of a layer that predicts ahead although nothing of it is used."""
 
 READS_KEY_LENGTH_AGAIN = frozenset({"plamo2"})
 """Take the head width from the file even where the first layer has no attention."""

@@ -13,19 +13,19 @@ import msgspec
 
 from relevo.core.errors import ModelFileError
 from relevo.core.repack import ROWS_STEP
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.shape import DEVICE_ALIGNMENT_BYTES, LayerShape, ModelShape
 from relevo.models import engine_rules as rules
 from relevo.models.gguf import GgufHeader, LongArray, Tensor
+from relevo.models.graph_form import graph_form
 from relevo.models.states import state_widths
 
 MAX_LAYERS = 4096
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)")
 _INPUT_TENSORS = frozenset({"token_embd", "token_types", "position_embd", "per_layer_token_embd", "hrm_z_l_init"})
-_FIRST_LAYER_TENSORS = frozenset(
-    {"token_embd_norm", "per_layer_model_proj", "per_layer_proj_norm", "rope_freqs"}
-    | {"rope_factors_long", "rope_factors_short"}
-)
+_FIRST_LAYER_TENSORS = frozenset({"token_embd_norm", "per_layer_model_proj", "per_layer_proj_norm"})
+_ROTARY_TENSORS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short"})
 _ATTENTION = ("attn_q.", "attn_k.", "attn_qkv.", "attn_q_a.", "attn_kv_a_mqa.", "attn_output.")
+_INDEXER = ("indexer.attn_k.",)
 _STATE = ("ssm_", "time_mix_", "shortconv.")
 _EXPERTS = re.compile(r"ffn_(up|down|gate|gate_up)_(ch)?exps\.")
 
@@ -35,12 +35,18 @@ class _Layer:
 
     def __init__(self) -> None:
         self.weights_bytes = 0
+        self.padding_bytes = 0
         self.expert_bytes = 0
-        self.names: set[str] = set()
+        self.tensors: dict[str, int] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self.tensors
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self.names.add(name)
+        self.tensors[name] = tensor.size_bytes
         self.weights_bytes += tensor.size_bytes
+        self.padding_bytes += -tensor.size_bytes % DEVICE_ALIGNMENT_BYTES
         if _EXPERTS.match(name):
             self.expert_bytes += tensor.size_bytes
 
@@ -54,6 +60,7 @@ class _Table(msgspec.Struct):
     layers: list[_Layer]
     input_bytes: int = 0
     output_bytes: int = 0
+    rotary_bytes: int = 0
     embedding: Tensor | None = None
     """The table of a model without a head of its own."""
     repackable_bytes: dict[str, int] = {}
@@ -78,6 +85,9 @@ def shape_of(header: GgufHeader) -> ModelShape:
     window, slides = _window(header, trunk, count)
     unknown = _unknown(header, table, trunk)
     latent = any(layer.has(("attn_k_b.",)) for layer in table.layers)
+    form = graph_form(header, windowed=window is not None)
+    if isinstance(form, str):
+        unknown["compute_bytes"] = f"The compute buffer of this model has no closed form: {form}."
     return ModelShape(
         architecture=header.architecture,
         embedding=embedding,
@@ -86,8 +96,10 @@ def shape_of(header: GgufHeader) -> ModelShape:
         layers=_layers(header, table, slides, trunk, latent=latent),
         input_weights_bytes=table.input_bytes,
         output_weights_bytes=table.output_bytes,
+        rotary_bytes=table.rotary_bytes,
         tied_table_bytes=0 if table.embedding is None else table.embedding.size_bytes,
         tied_table_type=None if table.embedding is None else table.embedding.type,
+        tied_table_is_read_twice=table.embedding is not None and header.architecture in rules.READS_TIED_TABLE_TWICE,
         repackable_bytes=table.repackable_bytes,
         experts=_optional(header, "expert_count", 0),
         experts_used=max(_per_layer(header, "expert_used_count", count, 0)),
@@ -99,13 +111,20 @@ def shape_of(header: GgufHeader) -> ModelShape:
         embeds=header.of_model("attention.causal") is False
         or header.of_model("pooling_type") is not None
         or header.architecture in rules.KEEPS_NOTHING,
+        graph=None if isinstance(form, str) else form,
+        head_bytes=sum(tensor.size_bytes for tensor in header.tensors if tensor.name == "output.weight")
+        or (0 if table.embedding is None else table.embedding.size_bytes),
         unknown=unknown,
     )
 
 
 def _table(header: GgufHeader, count: int) -> _Table:
     table = _Table([_Layer() for _ in range(count)])
-    tied = not any(tensor.name == "output.weight" for tensor in header.tensors)
+    names = {tensor.name for tensor in header.tensors}
+    tied = "output.weight" not in names and header.architecture not in rules.HAS_NO_HEAD
+    first = _FIRST_LAYER_TENSORS
+    if "output_norm.weight" not in names and tied:  # LFM2 calls it by the name of the other
+        first -= {"token_embd_norm"}
     for tensor in header.tensors:
         found = _LAYER.fullmatch(tensor.name)
         stem = tensor.name.rpartition(".")[0]
@@ -116,7 +135,9 @@ def _table(header: GgufHeader, count: int) -> _Table:
             table.layers[layer].add(found[2], tensor)
         elif stem in _INPUT_TENSORS:
             table.input_bytes += tensor.size_bytes
-        elif stem in _FIRST_LAYER_TENSORS:
+        elif stem in _ROTARY_TENSORS:
+            table.rotary_bytes += tensor.size_bytes
+        elif stem in first:
             table.layers[0].weights_bytes += tensor.size_bytes
         else:
             table.output_bytes += tensor.size_bytes
@@ -148,15 +169,19 @@ def _layers(
     recurrent = _recurrent_layers(header, table, trunk)
     conv, mixer = state_widths(header, heads[0], full[0])
     indexer = _optional(header, "attention.indexer.key_length", 0)
+    kept = rules.LOADED_OF_LAYERS_AHEAD.get(header.architecture, ())
     layers = []
     for at, found in enumerate(table.layers):
         in_trunk = at < trunk
         key, value = window if slides[at] else full
-        attends = not any(recurrent) or (found.has(_ATTENTION) and not (recurrent[at] and _linear(header)))
+        attends = not any(recurrent) or (
+            kv_heads[at] > 0 and found.has(_ATTENTION) and not (recurrent[at] and _linear(header))
+        )
         layers.append(
             LayerShape(
                 # Layers that predict ahead are left in the file: the engine loads them for a draft's context only.
-                weights_bytes=found.weights_bytes if in_trunk else 0,
+                weights_bytes=found.weights_bytes if in_trunk else sum(found.tensors.get(name, 0) for name in kept),
+                padding_bytes=found.padding_bytes if in_trunk else 0,
                 expert_bytes=found.expert_bytes if in_trunk else 0,
                 heads=heads[at],
                 kv_heads=kv_heads[at],
@@ -165,9 +190,10 @@ def _layers(
                 feed_forward=feed_forward[at],
                 holds_kv=in_trunk and attends and at < cached and header.architecture not in rules.KEEPS_NOTHING,
                 slides=slides[at],
-                indexer_key_length=indexer if in_trunk and found.has(("indexer.attn_k.",)) else 0,
+                indexer_key_length=indexer if in_trunk and found.has(_INDEXER) else 0,
                 conv_state=conv if recurrent[at] else 0,
                 mixer_state=mixer if recurrent[at] else 0,
+                tensors=tuple(found.tensors.items()),
             )
         )
     return tuple(layers)
@@ -258,8 +284,15 @@ def _why_unknown(header: GgufHeader, table: _Table, trunk: int) -> str | None:
         return "Its keys and its tensors do not agree whether attention is compressed."
     if trunk < len(table.layers) and _keeps_states(table) and not _linear(header):
         return "It has recurrent layers and layers that predict ahead."
+    recurrent = _recurrent_layers(header, table, trunk)
+    if _keeps_states(table) and any(layer.has(_STATE) != recurrent[at] for at, layer in enumerate(table.layers)):
+        return "Its keys and its tensors do not agree which layers are recurrent."
     if _optional(header, "attention.indexer.key_length", 0) and not compressed:
         return "It has an indexer beside ordinary keys and values."
+    types = header.of_model("attention.indexer.types")
+    indexed = [layer.has(_INDEXER) for layer in table.layers[:trunk]]
+    if isinstance(types, tuple) and indexed != [bool(item) for item in (*types, *(False,) * trunk)[:trunk]]:
+        return "Its keys and its tensors do not agree which layers have an indexer."
     return None
 
 

@@ -1,0 +1,189 @@
+"""Predicted against planned: every case is a family, a placement and options, with both figures for every part."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relevo.core.demand import Demand, model_demand
+from relevo.core.load import LoadOptions
+from relevo.core.shape import ModelShape
+from relevo.models.gguf import read_header
+from relevo.models.shape import shape_of
+from tests.golden.families_attention import Family
+from tests.golden.oracle import Placement, Setting, Weighed, weigh
+
+MIB = 2**20
+CPU = Placement(accelerator="")
+WHOLE = Placement()
+PARTS = ("weights", "kv", "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load: what was predicted for device and host, and what the engine would allocate."""
+
+    family: str
+    placement: Placement
+    options: LoadOptions
+    device: Demand
+    host: Demand
+    planned: Weighed
+
+    @property
+    def name(self) -> str:
+        """For people: what is unlike the defaults."""
+        o = self.options
+        place = f"{self.placement.gpu_layers} layers" if o.on_device and self.placement.gpu_layers < 999 else "whole"
+        words = [
+            self.family,
+            f"device ({place})" if o.on_device else "CPU",
+            f"C={o.context_tokens}",
+            f"U={o.ubatch_tokens}",
+            o.kv_type,
+            "flash" if o.flash_attention else "no flash",
+            f"{o.sequences} {'unified' if o.shared_cells else 'split'}",
+        ]
+        if self.placement.host_experts:
+            words.append(f"{self.placement.host_experts} layers' experts on the host")
+        return ", ".join(words)
+
+    def errors(self, part: str) -> Iterator[tuple[str, int, int | None, int]]:
+        """(place, planned, predicted or None, error in bytes) of weights, kv (with states) or compute."""
+        for place, demand, planned in (
+            ("device", self.device, self.planned.device),
+            ("host", self.host, self.planned.host),
+        ):
+            if part == "kv":
+                kv, state = demand.kv_bytes, demand.state_bytes
+                predicted = None if kv is None or state is None else kv + state
+            else:
+                predicted = getattr(demand, f"{part}_bytes")
+            truth = planned({"weights": "model", "kv": "context"}.get(part, part))
+            yield place, truth, predicted, (predicted or 0) - truth
+
+
+def setting_of(options: LoadOptions) -> Setting:
+    """The engine's own options for this load, as a worker asks for them."""
+    slots = 1 if options.shared_cells else options.sequences
+    return Setting(
+        context_tokens=options.context_tokens * slots,
+        sequences=options.sequences,
+        unified=options.shared_cells,
+        batch_tokens=options.batch_tokens,
+        ubatch_tokens=options.ubatch_tokens,
+        outputs=options.outputs,
+        kv_type=options.kv_type,
+        flash_attention=options.flash_attention,
+    )
+
+
+def options_for(placement: Placement, **changes: object) -> LoadOptions:
+    """Options with this placement; what is not named is a plain load of 8192 tokens."""
+    usual = {"context_tokens": 8192, "batch_tokens": 2048, "ubatch_tokens": 512, "outputs": 1}
+    return LoadOptions(
+        on_device=bool(placement.accelerator),
+        gpu_layers=placement.gpu_layers if placement.accelerator else 0,
+        host_expert_layers=placement.host_experts,
+        **(usual | changes),  # type: ignore[arg-type]
+    )
+
+
+GRID: tuple[dict[str, object], ...] = (
+    {},
+    {"context_tokens": 32768},
+    {"ubatch_tokens": 128},
+    {"kv_type": "q8_0"},
+    {"kv_type": "q4_0", "context_tokens": 32768},
+    {"flash_attention": False},
+    {"flash_attention": False, "ubatch_tokens": 128, "context_tokens": 32768},
+    {"sequences": 4, "outputs": 4},
+    {"sequences": 4, "outputs": 4, "shared_cells": False, "context_tokens": 2048},
+    {"sequences": 9, "outputs": 9, "ubatch_tokens": 128, "kv_type": "q8_0"},
+    {
+        "sequences": 3,
+        "outputs": 3,
+        "shared_cells": False,
+        "context_tokens": 1000,
+        "ubatch_tokens": 128,
+        "kv_type": "q8_0",
+    },
+    {"outputs": 512},
+)
+"""Contexts, micro-batches, cache types, flash attention, slots unified and split, one logit row and all."""
+
+
+def compare(
+    libraries: Path, family: Family, placements: Sequence[Placement], grid: Iterable[dict[str, object]] = GRID
+) -> list[Case]:
+    """All cases of one family. Cache types that its head width forbids are left out."""
+    usable = [change for change in grid if change.get("kv_type", "f16") in family.value_types]
+    with tempfile.TemporaryDirectory() as folder:
+        file = family.write(Path(folder))
+        shape = shape_of(read_header(file))
+        return [
+            case for placement in placements for case in _compare_one(libraries, file, shape, family, placement, usable)
+        ]
+
+
+def _compare_one(
+    libraries: Path,
+    file: Path,
+    shape: ModelShape,
+    family: Family,
+    placement: Placement,
+    grid: Sequence[dict[str, object]],
+) -> list[Case]:
+    options = [options_for(placement, **change) for change in grid]
+    planned = weigh(libraries, file, placement, [setting_of(one) for one in options])
+    return [
+        Case(family.name, placement, one, *model_demand(shape, one), found)
+        for one, found in zip(options, planned, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Errors of one part over many cases, in bytes and as a share of what the engine planned."""
+
+    group: str
+    part: str
+    figures: int
+    unknown: int
+    exact: int
+    median_bytes: float
+    largest_bytes: int
+    largest_share: float
+
+
+def summary(group: str, part: str, cases: Sequence[Case]) -> Summary:
+    """The errors of one part. Figures that are zero on both sides are not counted."""
+    figures = [found for case in cases if not case.planned.error for found in case.errors(part) if found[1] or found[2]]
+    known = [(truth, error) for _, truth, predicted, error in figures if predicted is not None]
+    return Summary(
+        group,
+        part,
+        len(figures),
+        len(figures) - len(known),
+        sum(not error for _, error in known),
+        statistics.median(abs(error) for _, error in known) if known else 0,
+        max((abs(error) for _, error in known), default=0),
+        max((abs(error) / truth for truth, error in known if truth), default=0.0),
+    )
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """As Markdown."""
+    lines = [
+        "| group | part | figures | unknown | exact to the byte | median error | largest error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {s.group} | {s.part} | {s.figures} | {s.unknown} | {s.exact} | {s.median_bytes / MIB:.3f} MiB "
+        f"| {s.largest_bytes / MIB:.3f} MiB ({s.largest_share:.2%}) |"
+        for s in summaries
+    ]
+    return "\n".join(lines)
