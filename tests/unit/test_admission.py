@@ -21,6 +21,7 @@ from relevo.core.admission import (
     Weighed,
     decide,
     granted_outputs,
+    in_preference,
 )
 from relevo.core.errors import (
     BadRequest,
@@ -276,7 +277,7 @@ def test_what_no_route_could_ever_take_is_told_with_all_numbers() -> None:
         "The request has 9000 prompt tokens and wants an answer of up to 100 tokens, which no route of this model can "
         "take: gpu has 8192 tokens of context (all answers together), at most 8192 of output and 8 answers side by "
         "side; cpu has 4096 tokens of context (all answers together), at most 4096 of output and 8 answers side by "
-        "side. Shorten the prompt to fewer than 8192 tokens."
+        "side. Shorten the prompt by 908 tokens, to at most 8092: then it fits the gpu route."
     )
     assert error.detail["limits"]["cpu"]["context_tokens"] == 4096
 
@@ -294,7 +295,7 @@ def test_too_large_is_told_even_when_nothing_serves() -> None:
 def test_more_answers_than_slots_is_the_callers_mistake() -> None:
     error = refused(BadRequest, ask(1, *([1] * 9)), gpu())
     assert error.param == "n"
-    assert error.message == "9 answers were asked for, and this model runs at most 8 side by side."
+    assert error.message == "9 answers were asked for, and this model runs at most 8 side by side. Ask for at most 8."
 
 
 def test_what_only_the_lost_gpu_could_take_does_not_fit_now() -> None:
@@ -334,7 +335,9 @@ def test_who_insists_on_a_route_that_is_too_small_or_missing_is_refused() -> Non
 
 def test_full_lines_everywhere_refuse_with_the_time_a_place_comes_free() -> None:
     error = refused(QueueFull, ask(), busy(gpu(), queued=64), busy(cpu(), queued=16))
-    assert error.message == "Every place in line is taken: 64 on the gpu route, 16 on the cpu route."
+    assert error.message == (
+        "Every place in line is taken: 64 on the gpu route, 16 on the cpu route. One should be free in about 1.0 s."
+    )
     assert error.retry_after_s == 1.0
     error = refused(QueueFull, ask(policy=Policy.CPU_ONLY), gpu(), busy(cpu(), queued=16))
     assert error.retry_after_s == 3.0
@@ -348,10 +351,159 @@ def test_a_line_of_no_places_still_admits_what_can_start_now() -> None:
 def test_a_deadline_that_no_route_can_meet_is_refused_with_the_estimate() -> None:
     error = refused(DeadlineUnreachable, ask(5000, 10, deadline_s=2.0), gpu(), cpu())
     assert error.message == (
-        "The first token would come in about 5.0 s at best (on the gpu route), and the deadline is 2 s."
+        "The first token would come in about 5.0 s at best (on the gpu route), and the deadline is 2 s. "
+        "A deadline of at least 5 s could be met."
     )
     expect(Admit, decide(ask(5000, 10, deadline_s=5.0), [gpu(), cpu()]))
 
 
 def test_a_deadline_without_an_estimate_is_tried() -> None:
     expect(Admit, decide(ask(5000, 10, deadline_s=0.001), [gpu(rates=None)]))
+
+
+# -- less than asked for, where that is allowed
+
+
+def test_a_limit_the_client_lets_be_cut_is_reduced_and_the_verdict_says_from_what() -> None:
+    verdict = expect(Admit, decide(ask(8000, 1024, may_be_cut=True), [gpu(), cpu(cells=8100)]))
+    assert (verdict.outputs, verdict.cut_from) == ((192,), (1024,))
+    assert isinstance(verdict.standby, Standby)
+    assert verdict.standby.outputs == (100,)
+    assert expect(Admit, decide(ask(100, 1024, may_be_cut=True), [gpu()])).cut_from is None
+    assert expect(Admit, decide(ask(8000, 1024, output_is_default=True), [gpu()])).cut_from is None
+
+
+def test_where_leases_grow_it_starts_with_the_cells_it_is_likely_to_need() -> None:
+    weighed = ask(100, 1000, output_is_default=True, expected_outputs=(150,))
+    verdict = expect(Admit, decide(weighed, [gpu(cells_free=250)]))
+    assert verdict.outputs == (1000,)
+    expect(Delay, decide(weighed, [gpu(cells_free=249)]))
+    expect(Delay, decide(ask(100, 1000, expected_outputs=(150,)), [gpu(cells_free=250)]))  # it named the limit
+    expect(Delay, decide(weighed, [gpu(cells_free=250, shared=False)]))  # a slot is taken whole
+
+
+def test_whether_it_ever_fits_is_asked_of_the_least_and_not_of_what_is_expected() -> None:
+    weighed = ask(8000, 1000, output_is_default=True, expected_outputs=(500,))
+    assert expect(Admit, decide(weighed, [gpu()])).outputs == (192,)
+
+
+def test_a_priority_changes_nothing_here() -> None:
+    assert decide(ask(priority=9), [gpu(), cpu()]) == decide(ask(), [gpu(), cpu()])
+
+
+# -- hybrid and backup
+
+
+def hybrid(**more: Any) -> RouteView:
+    return gpu(**{"route": "hybrid", "rates": SLOW, **more})
+
+
+def backup(**more: Any) -> RouteView:
+    return cpu(**{"route": "backup", **more})
+
+
+def test_routes_are_preferred_by_speed_and_a_smaller_model_comes_last() -> None:
+    assert [view.route for view in in_preference([backup(), cpu(), hybrid(), gpu()])] == [
+        "gpu",
+        "hybrid",
+        "cpu",
+        "backup",
+    ]
+
+
+def test_a_hybrid_takes_over_where_the_whole_model_is_not_on_the_gpu() -> None:
+    stopped = gpu(state=S.STOPPED, cause="The model does not fit gpu0 whole.")
+    verdict = expect(Redirect, decide(ask(), [stopped, hybrid(), cpu()]))
+    assert (verdict.route, verdict.reason) == ("hybrid", "The model does not fit gpu0 whole.")
+    assert isinstance(verdict.standby, Standby)
+    assert verdict.standby.route == "cpu"
+
+
+def test_a_route_on_the_same_device_is_no_standby() -> None:
+    verdict = expect(Admit, decide(ask(), [gpu(), hybrid()]))
+    assert verdict.standby == NoStandby("The hybrid route would be lost with gpu0, too.")
+    verdict = expect(Admit, decide(ask(), [gpu(), hybrid(device="gpu1")]))
+    assert isinstance(verdict.standby, Standby)
+
+
+def test_a_hybrid_needs_the_accelerator_and_a_backup_does_not() -> None:
+    assert expect(Redirect, decide(ask(policy=Policy.GPU_ONLY), [gpu(breaker_open=True), hybrid()])).route == "hybrid"
+    assert expect(Admit, decide(ask(policy=Policy.CPU_ONLY), [gpu(), hybrid(), cpu()])).route == "cpu"
+    lost = cpu(state=S.GIVEN_UP)
+    assert expect(Redirect, decide(ask(policy=Policy.CPU_ONLY), [gpu(), lost, backup()])).route == "backup"
+
+
+def test_a_backup_stands_by_for_the_cpu_route() -> None:
+    verdict = expect(Admit, decide(ask(policy=Policy.AUTO), [cpu(), backup()]))
+    assert isinstance(verdict.standby, Standby)
+    assert verdict.standby.route == "backup"
+
+
+# -- pressure
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        ("tight", "Other programs want the memory of gpu0: new work does not go to the gpu route."),
+        ("critical", "Other programs have taken the memory of gpu0: nothing new starts on the gpu route."),
+    ],
+)
+def test_under_pressure_new_work_leaves_early_and_is_told_why(stage: str, reason: str) -> None:
+    verdict = expect(Redirect, decide(ask(), [gpu(pressure=stage), hybrid(pressure=stage), cpu()]))
+    assert (verdict.route, verdict.reason) == ("cpu", reason)
+    verdict = expect(Redirect, decide(ask(), [gpu(pressure=stage), busy(cpu(), queued=3)]))
+    assert (verdict.route, verdict.position) == ("cpu", 4)
+
+
+def test_who_insists_on_a_pressed_gpu_waits_in_its_line() -> None:
+    insists = ask(policy=Policy.GPU_ONLY)
+    verdict = expect(Delay, decide(insists, [gpu(pressure="critical"), cpu()]))
+    assert (verdict.route, verdict.position, verdict.starts_in_ms) == ("gpu", 1, None)
+    assert verdict.eta == Unknown("Other programs have taken the memory of gpu0: nothing new starts on the gpu route.")
+    expect(Admit, decide(insists, [gpu(pressure="tight"), cpu()]))
+
+
+def test_to_wait_on_a_pressed_gpu_is_better_than_to_be_refused() -> None:
+    expect(Delay, decide(ask(), [gpu(pressure="critical"), cpu(state=S.GIVEN_UP)]))
+    expect(Admit, decide(ask(2000), [gpu(pressure="tight"), cpu(cells=1024)]))
+
+
+def test_an_unknown_stage_is_no_pressure() -> None:
+    expect(Admit, decide(ask(), [gpu(pressure="unknown"), cpu()]))
+
+
+# -- every refusal says what would fit
+
+
+def test_a_request_only_the_lost_gpu_could_take_is_told_what_the_cpu_could() -> None:
+    error = refused(DoesNotFit, ask(1000, 100), gpu(breaker_open=True), cpu(cells=1024))
+    assert "With at most 24 output tokens it fits the cpu route." in error.message
+    expect(Redirect, decide(ask(1000, 24), [gpu(breaker_open=True), cpu(cells=1024)]))
+
+
+def test_a_prompt_that_is_too_long_is_told_by_how_much() -> None:
+    error = refused(PolicyRefuses, ask(2000, 100, policy=Policy.CPU_ONLY), gpu(), cpu(cells=1024))
+    assert error.message.endswith(
+        "Shorten the prompt by 1076 tokens, to at most 924: then it fits the cpu route. "
+        "Without it the request could run on: gpu."
+    )
+    expect(Admit, decide(ask(924, 100, policy=Policy.CPU_ONLY), [cpu(cells=1024)]))
+
+
+def test_a_prompt_and_an_output_that_are_both_too_long_are_told_so() -> None:
+    error = refused(ContextLengthExceeded, ask(2000, 2000), gpu(cells=1024))
+    assert error.message.endswith(
+        "Shorten the prompt by 977 tokens, to at most 1023, and ask for at most 1 output tokens: "
+        "then it fits the gpu route."
+    )
+
+
+def test_more_answers_than_the_open_routes_have_slots_is_told_their_number() -> None:
+    error = refused(DoesNotFit, ask(10, 5, 5, 5), gpu(breaker_open=True), cpu(slots=2))
+    assert "Ask for at most 2 answers." in error.message
+
+
+def test_when_nothing_serves_the_time_of_the_next_try_is_told() -> None:
+    error = refused(NothingCanServe, ask(), gpu(state=S.BACKING_OFF, reopens_in_s=4.0))
+    assert error.message.endswith("The next try is in about 4.0 s.")
