@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from relevo.core.events import StartModel
     from relevo.devices.device import Device
 
-PROMPT_BUDGET_S = 40.0
+PROMPT_BUDGET_S = 45.0
 """A prompt near full context is run where it takes no longer than this by estimate; a shorter one otherwise."""
 PROMPT_LIMIT_S = 60.0
-_SLOWER_FAR_OUT = 2.0
+_SLOWER_FAR_OUT = 1.5
 """How much slower a long prompt may be, a token, than a short one: attention looks at all that came before."""
 _FIRST_TOKENS = 256
 _MOST_PROMPT_TOKENS = 150_000  # a frame holds no more

@@ -76,10 +76,11 @@ class Checked:
         if self.load is None:
             return f"Not checked ({where}): {self.failed or self.skipped}"
         load = self.load
-        how = "nearly all" if load.near_full else "as much as a minute allows"
+        context = self.options.get("context_tokens")
+        how = "to its end" if load.near_full else "as far as a minute allows"
         return (
             f"Checked ({where}): loaded in {load.load_s:.1f} s by {load.ready.engine}, then a prompt of "
-            f"{load.prompt_tokens} tokens ({how} of its context) in {load.prompt_s:.1f} s"
+            f"{load.prompt_tokens} tokens in {load.prompt_s:.1f} s ({how} of {context} tokens of context)"
         )
 
     def view(self) -> dict[str, Any]:
@@ -164,12 +165,13 @@ def process_rows(demand: Demand, load: FullLoad) -> list[Row]:
     """Of a worker that computes on the CPU: all its memory is its process's."""
     ready, seen = load.ready, load.observed
     own = demand.private_bytes - _kept_back(demand)
+    emulated = demand.private_bytes - _margin(demand) if demand.pool_bytes else None
     return [
         *_engine_rows(demand, load),
         Row("output", demand.output_bytes, ready.output_bytes),
         Row("its own memory", own, None, seen.anonymous_bytes, "kernel, most RssAnon"),
         Row("with pages of the file", own + demand.mapped_bytes, None, seen.resident_bytes, "kernel, VmHWM"),
-        Row("its own, as reserved", None, None, seen.reserved_bytes, "kernel, most VmData"),
+        Row("its own, as reserved", emulated, None, seen.reserved_bytes, "kernel, most VmData"),
     ]
 
 

@@ -113,6 +113,7 @@ def _fits_view(row: Fits) -> dict[str, Any]:
         "total_bytes": target.total_bytes,
         "headroom_bytes": target.headroom_bytes,
         "read_from": target.source,
+        "holders": [{"holder": held.holder, "bytes": held.bytes_} for held in target.holders],
         "max_context_tokens": row.max_context_tokens,
         "max_context_reason": row.max_context_reason,
     }
@@ -305,9 +306,7 @@ def choice_lines(plan: Plan) -> list[str]:
     elif str(verdict.step) == "admit":
         lines.append(f"It fits on {name} as asked.")
     else:
-        lines.append(
-            f"On {name}: {plain(verdict.reason.partition(': ')[0] if not verdict.reason else _first(verdict))}"
-        )
+        lines.append(f"On {name}: {plain(_first(verdict))}")
         if verdict.changes:
             lines.append(f"Relevo would {verdict.step} it:")
             lines += [_step_line(number, change) for number, change in enumerate(verdict.changes, 1)]
@@ -317,6 +316,13 @@ def choice_lines(plan: Plan) -> list[str]:
             lines += [_step_line(number, change) for number, change in enumerate(verdict.would_fit, 1)]
         elif verdict.missing_bytes:
             lines.append(f"{bytes_text(verdict.missing_bytes)} more would be enough for its smallest form.")
+    if target.holders and str(verdict.step) != "admit" and "held by" not in verdict.reason:
+        held = ", ".join(f"{plain(one.holder)} {bytes_text(one.bytes_)}" for one in target.holders if one.bytes_)
+        lines.append(f"Its memory is held by: {held or 'nobody of this house'}.")
+    own = [held for held in target.holders if held.holder.startswith(f"{plan.sizing.name}/") and held.bytes_]
+    if own:
+        held = ", ".join(f"{plain(one.holder)} holds {bytes_text(one.bytes_)}" for one in own)
+        lines.append(f"It is loaded there already ({held}); these figures are for one more beside it.")
     if verdict.standby is not None and plan.sizing.gpu is not None:
         lines.append(f"Standby: {verdict.standby.readiness}. {plain(verdict.standby.reason)}")
     return [line for line in lines if line]
@@ -375,7 +381,7 @@ def check_table(one: Checked) -> Any:
         percent = row.difference_percent
         made.add_row(
             row.name,
-            _mib(row.predicted_bytes),
+            "" if row.predicted_bytes is None else _mib(row.predicted_bytes),
             "" if row.engine_bytes is None else _mib(row.engine_bytes),
             "" if row.observed_bytes is None else _mib(row.observed_bytes),
             "" if difference is None else f"{difference / MIB:+.2f}",

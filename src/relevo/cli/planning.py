@@ -224,7 +224,8 @@ def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[Storage
     room = (host.available_bytes or 0) - (kept.private_bytes if kept.total_bytes is not None else 0)
     stored = verdict.storage_bytes or max(0, on_host - max(0, room)) if host.available_bytes is not None else 0
     stored = min(stored, on_host)
-    if not stored and start.route != "hybrid" and not (sizing.gpu is not None and start.route == "cpu"):
+    moved = sizing.gpu is not None and not sizing.target.emulated and start.route == "cpu"
+    if not stored and not moved and start.route != "hybrid":
         return ()
     part = _used_share(sizing)
     found = []

@@ -205,9 +205,9 @@ def parse_size(text: str, option: str) -> int:
         decimal = unit is not None and binary is None and text.strip().lower().endswith("b")
         exponent = "kmgt".index(unit.lower()) + 1 if unit else 0
         size = round(float(number) * int((1000 if decimal else 1024) ** exponent))
-        if 0 < size < 1 << 60:
+        if 1 << 20 <= size < 1 << 60:
             return size
-    raise ConfigError(f"{option} {text!r} is not a size: write it like 8GiB, 512MiB or 8589934592.")
+    raise ConfigError(f"{option} {text!r} is not a size: write it like 8GiB, 512MiB or 8589934592; at least 1 MiB.")
 
 
 def check_ram(cpu: Demand, available_bytes: int | None) -> None:

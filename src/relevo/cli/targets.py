@@ -77,10 +77,12 @@ def imagined(kind: str, total_bytes: int | None) -> Target:
 
 def targets_now(config: Config, place: ServicePlace) -> list[Target]:
     """The host and every device, by the running service where one runs, else read now. Never raises for a device."""
-    return _of_service(place) or [
-        _host(config),
-        *(_described(name, d, config, place.paths()) for name, d in _all(config)),
-    ]
+    found = _of_service(place)
+    if found is None:
+        found = [_described(name, described, config, place.paths()) for name, described in _all(config)]
+    if not any(target.is_host for target in found):
+        found.insert(0, _host(config))
+    return found
 
 
 def choose_target(targets: list[Target], wanted: str | None, preferred: str | None, memory_bytes: int | None) -> Target:
@@ -145,7 +147,7 @@ def _of_service(place: ServicePlace) -> list[Target] | None:
         if named:
             raise
         return None
-    return [_of_status(device) for device in found.get("devices") or []] or None
+    return [_of_status(device) for device in found.get("devices") or []]
 
 
 def _of_status(device: dict[str, Any]) -> Target:

@@ -1,0 +1,202 @@
+"""`relevo plan` with the real model and the real engine: what it predicts, and what a load then takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relevo.cli import main
+from relevo.models.fingerprint import weights_digest
+from relevo.models.gguf import read_header
+from relevo.models.gguf_split import read_model
+from tests.golden.header_file import write_header
+from tests.unit import gguf_writer as w
+from tests.unit.test_cli_plan import llama
+
+from .api_house import open_house
+from .gguf_parts import split_model
+
+pytestmark = pytest.mark.usefixtures("own_place")
+MIB, GIB = 2**20, 2**30
+PRINTED_TO = 0.011 * MIB  # the engine prints hundredths of a MiB
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--json"]) == code
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def rows_of(check: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in check["rows"]}
+
+
+def test_a_check_loads_the_model_on_both_routes_and_finds_what_was_predicted(
+    own_place: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_place / "relevo.toml").write_text(f'[devices.soft]\nkind = "emulated"\ntotal_bytes = {GIB}\n')
+    before = children()
+    words = (demo_model, "--check", "--context", "256", "--slots", "1", "--batch", "128", "--ubatch", "64")
+    found = plan(capsys, *words)
+    gpu, cpu = found["check"]
+    assert (gpu["route"], gpu["device"], cpu["route"], cpu["device"]) == ("gpu", "soft", "cpu", "host")
+    for check in (gpu, cpu):
+        assert check["failed"] is None and check["engine"].startswith("llama.cpp")
+        assert check["near_full_context"] and check["prompt_tokens"] >= 190
+        rows = rows_of(check)
+        for name in ("weights", "KV cache", "output"):
+            assert rows[name]["engine_bytes"] == pytest.approx(rows[name]["predicted_bytes"], abs=PRINTED_TO), name
+        compute = rows["compute buffer"]
+        assert compute["engine_bytes"] == pytest.approx(compute["predicted_bytes"], abs=0.35 * MIB)
+        whole = rows["with pages of the file"]
+        assert whole["observed_bytes"] == pytest.approx(whole["predicted_bytes"], rel=0.15)
+        assert whole["difference_bytes"] == whole["observed_bytes"] - whole["predicted_bytes"]
+    assert rows_of(gpu)["its own, as reserved"]["observed_bytes"] <= found["total_bytes"]
+    assert found["parts"]["kv_bytes"] == rows_of(gpu)["KV cache"]["predicted_bytes"]
+    assert children() == before, "nothing of it is left"
+
+
+def test_a_check_that_does_not_fit_loads_nothing_and_says_so(
+    own_place: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_place / "relevo.toml").write_text(f'[devices.soft]\nkind = "emulated"\ntotal_bytes = {200 * MIB}\n')
+    words = (demo_model, "--check", "--context", "64", "--slots", "1")
+    gpu, cpu = plan(capsys, *words, code=1)["check"]
+    assert "needs" in gpu["failed"] and gpu["rows"] == []
+    assert cpu["failed"] is None
+
+
+def test_a_split_model_is_planned_by_any_part_and_its_first_part_is_loaded(
+    own_place: Path, demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = split_model(demo_model, tmp_path, 3)
+    whole = plan(capsys, demo_model, "--device", "cpu")
+    found = plan(
+        capsys,
+        parts[1],
+        "--device",
+        "cpu",
+        "--check",
+        "--context",
+        "256",
+        "--slots",
+        "1",
+        "--ubatch",
+        "64",
+        "--batch",
+        "128",
+    )
+    assert found["files"] == [str(path) for path in parts] and found["file"] == str(parts[0])
+    assert found["name"] == "split"
+    assert found["host_parts"]["weights_bytes"] == whole["host_parts"]["weights_bytes"]
+    [check] = found["check"]
+    assert check["failed"] is None
+    weights = rows_of(check)["weights"]
+    # Mapped weights are counted from the first to the last tensor of each file, so padding at the seams is printed too.
+    assert weights["engine_bytes"] == pytest.approx(weights["predicted_bytes"], abs=0.1 * MIB)
+    header = read_header(demo_model)
+    assert read_header(parts[2]).tokenizer_digest == header.tokenizer_digest
+    assert [t.name for t in read_header(parts[2]).tensors] == [t.name for t in header.tensors]
+    assert weights_digest(parts[0]) == weights_digest(parts[2]) != weights_digest(demo_model)
+    parts[1].unlink()
+    assert main(["plan", str(parts[0])]) == 1
+    assert "Part 2 of 3" in capsys.readouterr().err
+
+
+def test_what_has_no_closed_form_is_asked_of_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recurrent model, header only: the engine's graph is asked for, and nothing is loaded."""
+    from tests.golden.families_state import FAMILIES
+
+    mamba = next(family for family in FAMILIES if family.name == "Mamba-130M")
+    path = mamba.write(tmp_path)
+    asked = plan(capsys, path, "--device", "cpu", "--context", "1024")
+    unasked = plan(capsys, path, "--device", "cpu", "--context", "1024", "--no-dry-run")
+    assert (asked["tier"], unasked["tier"]) == ("dry run", "closed form")
+    assert unasked["host_parts"]["compute_bytes"] is None and unasked["total_bytes"] is None
+    assert asked["host_parts"]["compute_bytes"] > 0 and asked["total_bytes"] is not None
+    assert asked["fits"][0]["max_context_tokens"] > 0
+
+
+def test_a_running_service_tells_what_is_free(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {
+        "name": "gpu0", "kind": "nvidia", "emulated": False, "total_bytes": 8 * GIB, "available_bytes": 700 * MIB,
+        "headroom_bytes": 400 * MIB, "leases": [{"holder": "other/gpu", "bytes": 6 * GIB, "state": "settled"}],
+    }  # fmt: skip
+    dark = {"name": "gpu1", "kind": "vulkan", "total_bytes": None, "available_bytes": None, "reason": "No driver."}
+    with open_house() as house:
+        status = {**house.service.status(), "devices": [device, dark]}
+        monkeypatch.setattr(house.service, "status", lambda: status)
+        found = plan(capsys, demo_model, "--url", house.base, "--no-dry-run")
+        assert [(row["device"], row["available_bytes"]) for row in found["fits"]][:1] == [("gpu0", 700 * MIB)]
+        assert found["fits"][0]["verdict"] in ("offload", "redirect") and "other/gpu" in json.dumps(found["fits"])
+        unknown = next(row for row in found["fits"] if row["device"] == "gpu1")
+        assert unknown["available_reason"] == "No driver." and unknown["max_context_tokens"] is None
+        assert main(["plan", str(demo_model), "--url", house.base]) == 0
+        assert "the running service's figures" in capsys.readouterr().out
+
+
+def big_vocabulary(path: Path) -> Path:
+    """A header with 152,000 tokens and 151,000 merges."""
+    tokens = [f"token{i}" + "x" * (i % 13) for i in range(152_000)]
+    merges = [f"{token[:5]} {token[5:]}" for token in tokens[:151_000]]
+    arrays = w.array("tokenizer.ggml.tokens", w.STRING, tokens)
+    keys = [*w.keys(tokens=arrays), w.array("tokenizer.ggml.merges", w.STRING, merges)]
+    path.write_bytes(w.file([*keys, w.array("tokenizer.ggml.token_type", 5, [1] * 152_000)], w.TENSORS))
+    return path
+
+
+def test_a_large_vocabulary_is_walked_in_a_moment_and_kept_by_nobody(tmp_path: Path) -> None:
+    path = big_vocabulary(tmp_path / "big.gguf")
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        header = read_model(path)
+        times.append(time.perf_counter() - began)
+    assert header.vocabulary_tokens == 152_000
+    assert min(times) < 0.2, "0.05 s on an idle machine of 2023"
+
+
+def test_the_whole_command_stays_small(own_place: Path, tmp_path: Path) -> None:
+    model = llama(tmp_path)
+    big = read_header(big_vocabulary(tmp_path / "big.gguf"))
+    assert big.header_bytes > 5 * MIB
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(model), str(tmp_path / "big.gguf")],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert int(done.stdout.splitlines()[-1]) < 100 * 1024
+
+
+_MEASURED = """
+import contextlib, io, sys
+from relevo.cli import main
+from relevo.models.gguf import read_header
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["plan", sys.argv[1], "--device-memory", "1GiB"]) == 0
+    read_header(sys.argv[2])
+lines = open("/proc/self/status").read().splitlines()  # what getrusage tells is inherited from whoever started us
+print(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+"""
+
+
+def test_a_file_that_is_only_a_header_with_a_hole_is_planned_like_a_whole_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_header(tmp_path / "e.gguf", {"general.architecture": "llama", "llama.block_count": 1}, [])
+    assert main(["plan", str(path)]) == 1
+    assert "llama.embedding_length" in capsys.readouterr().err
+
+
+def children() -> set[int]:
+    """Living processes that this one started."""
+    import psutil
+
+    return {child.pid for child in psutil.Process().children(recursive=True)}
