@@ -13,12 +13,14 @@ from relevo.core.load import LoadOptions
 from relevo.core.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
-from tests.golden.families_attention import Family
+from tests.golden.families_attention import FAMILIES, Family
 from tests.golden.oracle import Placement, Setting, Weighed, weigh
 
 MIB = 2**20
 CPU = Placement(accelerator="")
 WHOLE = Placement()
+PARTLY = (Placement(gpu_layers=8), Placement(gpu_layers=1), Placement(gpu_layers=0))
+EXPERTS_AT_HOME = (Placement(host_experts=3), Placement(host_experts=999))
 PARTS = ("weights", "kv", "compute")
 
 
@@ -102,6 +104,7 @@ GRID: tuple[dict[str, object], ...] = (
     {"flash_attention": False, "ubatch_tokens": 128, "context_tokens": 32768},
     {"sequences": 4, "outputs": 4},
     {"sequences": 4, "outputs": 4, "shared_cells": False, "context_tokens": 2048},
+    {"outputs": 512},
     {"sequences": 9, "outputs": 9, "ubatch_tokens": 128, "kv_type": "q8_0"},
     {
         "sequences": 3,
@@ -111,7 +114,6 @@ GRID: tuple[dict[str, object], ...] = (
         "ubatch_tokens": 128,
         "kv_type": "q8_0",
     },
-    {"outputs": 512},
 )
 """Contexts, micro-batches, cache types, flash attention, slots unified and split, one logit row and all."""
 
@@ -143,6 +145,36 @@ def _compare_one(
         Case(family.name, placement, one, *model_demand(shape, one), found)
         for one, found in zip(options, planned, strict=True)
     ]
+
+
+def has_experts(family: Family) -> bool:
+    """Whether its feed-forward parts are experts."""
+    return any("exps." in name for name, _, _ in family.tensors)
+
+
+def group_of(case: Case) -> str:
+    """Where a case belongs in the table."""
+    place = "on a device, whole" if case.options.on_device else "on the CPU"
+    if case.placement.host_experts:
+        place = "on a device, experts on the host"
+    elif case.options.on_device and case.placement.gpu_layers < 999:
+        place = "on a device in part"
+    attention = "flash attention" if case.options.flash_attention else "no flash attention"
+    kind = "mixture of experts" if has_experts(next(f for f in FAMILIES if f.name == case.family)) else "dense"
+    return f"{kind}, {attention}, {place}"
+
+
+def error_table(libraries: Path) -> str:
+    """Errors of all families over the whole grid and all placements, by group, as Markdown."""
+    groups: dict[str, list[Case]] = {}
+    for family in FAMILIES:
+        placements = (CPU, WHOLE, *PARTLY, *(EXPERTS_AT_HOME if has_experts(family) else ()))
+        for case in compare(libraries, family, placements):
+            groups.setdefault(group_of(case), []).append(case)
+    every = [case for cases in groups.values() for case in cases]
+    rows = [summary("all", part, every) for part in ("weights", "kv")]
+    rows += [summary(group, "compute", groups[group]) for group in sorted(groups)]
+    return table(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,25 @@ class Kind(IntEnum):
 class Tensor:
     """A node or a leaf. `root`: whose bytes a view shows. `place` is set where it exists before the graph."""
 
-    __slots__ = ("bytes", "children", "floating", "input", "kind", "offset", "output", "owned")
-    __slots__ += ("place", "root", "rows", "shape", "sources", "strides", "views", "weight", "where")
+    __slots__ = (
+        "bytes",
+        "children",
+        "floating",
+        "input",
+        "kind",
+        "offset",
+        "output",
+        "owned",
+        "place",
+        "root",
+        "rows",
+        "shape",
+        "sources",
+        "strides",
+        "views",
+        "weight",
+        "where",
+    )
 
     def __init__(self, kind: Kind, shape: Shape, size: int, sources: tuple[Tensor, ...] = ()) -> None:
         self.kind = kind

@@ -75,16 +75,16 @@ def _with_copies(nodes: list[Tensor]) -> list[Tensor]:
     """The order of allocation: each run of nodes in one place begins with copies of what lies in the other."""
     order: list[Tensor] = []
     run: list[Tensor] = []
-    inputs: list[Tensor] = []
+    inputs: list[tuple[Tensor, Tensor]] = []
     copies: dict[tuple[int, Place], Tensor] = {}
     current = next(node.where for node in nodes if node.kind != Kind.VIEW)
 
     def close() -> None:
-        for source in inputs:
+        for source, copy in inputs:
             held = viewed(source, source.shape)
             held.kind = Kind.LEAF  # keeps the original alive until it is copied, and is nothing itself
             held.where = source.where
-            order.extend((held, copies[id(source), current]))
+            order.extend((held, copy))
         order.extend(run)
         inputs.clear()
         run.clear()
@@ -101,12 +101,12 @@ def _with_copies(nodes: list[Tensor]) -> list[Tensor]:
         for index, source in enumerate(sources):
             if source.where == current:
                 continue
-            copy = copies.get((id(source), current))
-            if copy is None:
-                copy = copies[id(source), current] = computed((source.bytes,), element_bytes=1)
-                copy.shape, copy.strides, copy.where = source.shape, source.strides, current
-                inputs.append(source)
-            sources[index] = copy
+            copied = copies.get((id(source), node.where))
+            if copied is None:
+                copied = copies[id(source), node.where] = computed((source.bytes,), element_bytes=1)
+                copied.shape, copied.strides, copied.where = source.shape, source.strides, node.where
+                inputs.append((source, copied))
+            sources[index] = copied
         node.sources = tuple(sources)
         run.append(node)
     close()

@@ -1,0 +1,82 @@
+"""Predicted memory of attention models at their real dimensions equals what the engine plans, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.comparison import CPU, GRID, WHOLE, Case, compare, has_experts
+from tests.golden.families_attention import FAMILIES, Family, family
+from tests.golden.oracle import Placement, Setting, weigh
+
+PARTS = ("weights", "kv", "compute")
+FEW = (GRID[0], GRID[3], GRID[5], GRID[8])
+"""Flash attention on and off, a quantized cache, slots with a stream each."""
+ENGINE_ABORTS = {("Phi-4", "q8_0", False)}
+"""A quantized cache, a stream a slot and fused Q, K and V make more nodes than the engine's table holds."""
+
+
+def wrong(cases: list[Case]) -> list[str]:
+    """Figures that are not the engine's, as sentences."""
+    return [
+        f"{case.name}: {part} on the {place} is {predicted}, and the engine plans {planned}"
+        for case in cases
+        if not refused(case)
+        for part in PARTS
+        for place, planned, predicted, error in case.errors(part)
+        if predicted is None or error
+    ]
+
+
+def refused(case: Case) -> bool:
+    """Whether the engine made no context, where it is known to make none."""
+    if case.planned.error is None:
+        return False
+    key = (case.family, case.options.kv_type, case.options.shared_cells)
+    assert key in ENGINE_ABORTS, f"{case.name}: {case.planned.error}"
+    return True
+
+
+@pytest.mark.parametrize("model", FAMILIES, ids=lambda one: one.name)
+def test_a_load_takes_on_cpu_and_device_what_the_engine_plans(libraries: Path, model: Family) -> None:
+    cases = compare(libraries, model, (CPU, WHOLE))
+    assert len(cases) >= 16
+    assert wrong(cases) == []
+
+
+@pytest.mark.parametrize("model", FAMILIES, ids=lambda one: one.name)
+def test_a_load_with_layers_on_both_sides_takes_what_the_engine_plans(libraries: Path, model: Family) -> None:
+    """The device is shipped copies of the host's weights, and of its caches."""
+    assert wrong(compare(libraries, model, (Placement(gpu_layers=8),), FEW)) == []
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Gemma-3-12B", "Qwen3-30B-A3B"])
+def test_no_layer_or_the_head_alone_on_the_device(libraries: Path, name: str, layers: int) -> None:
+    assert wrong(compare(libraries, family(name), (Placement(gpu_layers=layers),), FEW)) == []
+
+
+@pytest.mark.parametrize("model", [one for one in FAMILIES if has_experts(one)], ids=lambda one: one.name)
+def test_experts_left_to_the_host_take_what_the_engine_plans(libraries: Path, model: Family) -> None:
+    assert wrong(compare(libraries, model, (Placement(host_experts=3), Placement(host_experts=999)), FEW)) == []
+
+
+def test_a_card_that_copies_a_quantized_cache_takes_no_more_than_compute_and_pool(libraries: Path) -> None:
+    """CUDA's flash attention keeps an f16 copy of a layer's cache in the compute buffer; here it is booked as pool."""
+    for name in ("Llama-3.1-8B", "Gemma-3-12B", "Qwen3-0.6B"):
+        for case in compare(libraries, family(name), (Placement(accelerator="cuda"),), (GRID[3], GRID[4])):
+            planned = case.planned.device("compute")
+            assert case.device.compute_bytes is not None
+            assert case.device.pool_bytes is not None
+            assert case.device.compute_bytes <= planned <= case.device.compute_bytes + case.device.pool_bytes
+
+
+def test_an_engine_that_dies_says_so_for_every_setting_after(libraries: Path, tmp_path: Path) -> None:
+    file = family("Phi-4").write(tmp_path)
+    fatal = Setting(context_tokens=3000, sequences=3, unified=False, ubatch_tokens=128, kv_type="q8_0")
+    fine, died, never_reached = weigh(libraries, file, CPU, [Setting(), fatal, Setting()])
+    assert fine.error is None
+    assert fine.host("compute") > 0
+    assert "ended with" in (died.error or "")
+    assert "ended with" in (never_reached.error or "")
