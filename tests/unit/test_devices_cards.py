@@ -118,6 +118,18 @@ def test_kinds_follow_the_engines_backends() -> None:
         kind_of("SYCL")
 
 
+def test_a_cuda_card_is_never_asked_through_the_engine_because_asking_takes_its_memory(tmp_path: Path) -> None:
+    def ask() -> EngineFacts:
+        raise AssertionError("asked")
+
+    device = EngineDevice("gpu0", _card("CUDA0", free=20 * GIB, total=24 * GIB), ask, root=tmp_path)
+    device.start()
+    reading = device.refresh()
+    assert (reading.total_bytes, reading.free_bytes) == (24 * GIB, None)
+    assert reading.reason is not None and "Declare total_bytes" in reading.reason
+    device.stop()
+
+
 # -- AMD
 
 

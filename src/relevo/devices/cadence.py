@@ -25,9 +25,7 @@ class Change(Described):
 class Cadence:
     """One device's rhythm. All times are monotonic seconds, and passed in."""
 
-    def __init__(
-        self, *, calm_s: float = CALM_S, quick_s: float = QUICK_S, quick_for_s: float = QUICK_FOR_S
-    ) -> None:
+    def __init__(self, *, calm_s: float = CALM_S, quick_s: float = QUICK_S, quick_for_s: float = QUICK_FOR_S) -> None:
         self._calm_s = calm_s
         self._quick_s = quick_s
         self._quick_for_s = quick_for_s

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from relevo.core.described import Described
 from relevo.core.ledger import Reading
 from relevo.devices.events import DeviceEvent
+
+CARD_LAG_S: Final = 1.5
+"""Seen on cards of all makers: 0.5 to 1.5 s from an allocation to the figure that shows it."""
+STALE_AFTER_S: Final = 5.0
+"""A neighbour that starts meanwhile is not seen, so no longer than this where readings are to be had every second."""
 
 
 class DeviceKind(Described):
@@ -56,6 +61,16 @@ class Device(Protocol):
     @property
     def engine_device(self) -> str:
         """The engine's name for it ("CUDA0", "Vulkan0"), or "cpu"."""
+        ...
+
+    @property
+    def lag_s(self) -> float:
+        """How far its figures may be behind a load or an unload; for its ledger."""
+        ...
+
+    @property
+    def stale_after_s(self) -> float:
+        """How old a reading may be and still be decided on; for its ledger."""
         ...
 
     def read(self) -> Reading:

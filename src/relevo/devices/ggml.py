@@ -22,7 +22,8 @@ from typing import Any, Final
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
 from relevo.devices.amd import find_amd_card
-from relevo.devices.device import DeviceKind
+from relevo.devices.device import CARD_LAG_S, DeviceKind
+from relevo.devices.device import STALE_AFTER_S as KERNEL_STALE_AFTER_S
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.host import memory_available
 from relevo.devices.uevents import CardWatch
@@ -135,6 +136,7 @@ class EngineDevice:
     """
 
     emulated = False
+    lag_s = CARD_LAG_S
 
     def __init__(
         self,
@@ -172,6 +174,11 @@ class EngineDevice:
         self._reading = self._judge(card)
 
     @property
+    def stale_after_s(self) -> float:
+        """The engine is asked less often than the kernel, because every question starts a process."""
+        return STALE_AFTER_S if self._amd is None else KERNEL_STALE_AFTER_S
+
+    @property
     def tells(self) -> str:
         """For people: what is known of this card, from whom, and what is not."""
         if self._amd is not None:
@@ -192,7 +199,8 @@ class EngineDevice:
         """Begin to watch. Called twice, nothing more happens."""
         if self._watching is None and self.kind in (DeviceKind.VULKAN, DeviceKind.ROCM):
             self._watching = CardWatch(self._pci_address)
-        if self._thread is None and self._amd is None:  # the kernel is asked directly, at every reading
+        asks = self._amd is None and self.kind is not DeviceKind.CUDA  # the kernel is asked directly, at every reading
+        if self._thread is None and asks:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._watch, name=f"engine-{self.name}", daemon=True)
             self._thread.start()
@@ -235,7 +243,7 @@ class EngineDevice:
 
     def refresh(self) -> Reading:
         """Ask now. Blocks: for the watching thread and for tests."""
-        if self._amd is not None:
+        if self._amd is not None or self.kind is DeviceKind.CUDA:
             return self.read()
         try:
             facts = self._ask()
@@ -256,6 +264,11 @@ class EngineDevice:
         if self._amd is not None:
             return self._amd.read(now)
         total, free = card.total_bytes, card.free_bytes
+        if self.kind is DeviceKind.CUDA:
+            costly = (
+                "Its maker's library does not answer, and to ask the engine takes hundreds of MiB of the card itself."
+            )
+            return self._unknown(total, costly)
         if free is None or not total:
             return self._unknown(total, "The engine does not tell this card's memory.")
         if self.kind is DeviceKind.METAL:

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from relevo.core.ledger import Reading
 from relevo.core.units import size_text
 from relevo.devices.cgroups import ControlGroups, MemoryLimit
-from relevo.devices.device import DeviceKind
+from relevo.devices.device import STALE_AFTER_S, DeviceKind
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.processes.memory import resident_bytes
 
@@ -63,6 +63,8 @@ class HostDevice:
     kind = DeviceKind.HOST
     emulated = False
     engine_device = "cpu"
+    lag_s = 0.0  # the kernel itself counts
+    stale_after_s = STALE_AFTER_S
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
         self._clock = clock

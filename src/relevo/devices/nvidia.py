@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
-from relevo.devices.device import DeviceKind
+from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.host import memory_available
 from relevo.devices.nvml import Card, CardEvent, RecoveryAction, Trouble, attempt, explain, text
@@ -55,6 +55,8 @@ class NvidiaDevice:
 
     kind = DeviceKind.NVIDIA
     emulated = False
+    lag_s = CARD_LAG_S
+    stale_after_s = STALE_AFTER_S
 
     def __init__(
         self,

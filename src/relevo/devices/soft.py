@@ -28,7 +28,7 @@ from typing import Final
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
 from relevo.devices.ballast import registered_pids
-from relevo.devices.device import DeviceKind
+from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.faults import FaultFile, Faults
 from relevo.devices.xids import xid
@@ -74,6 +74,8 @@ class SoftDevice:
     kind = DeviceKind.EMULATED
     emulated = True
     engine_device = "cpu"
+    lag_s = CARD_LAG_S  # as of what it stands in for; its faults may play it
+    stale_after_s = STALE_AFTER_S
 
     def __init__(
         self,
@@ -247,13 +249,19 @@ class SoftDevice:
             return Reading(None, None, read_at=now, reason="The emulated device is lost, as its faults.json says.")
         if faults.stale and self._stale is not None:
             return self._stale
-        earlier = [used for at, used in self._used_before if at <= now - faults.lag_s]
-        used = 0 if faults.all_free else (earlier[-1] if earlier else self._used_before[0][1])
-        free = max(0, self.total_bytes - used)
+        free = max(0, self.total_bytes - self._shown_used(now - faults.lag_s))
         block = None if faults.largest_block_bytes is None else min(free, faults.largest_block_bytes)
         reading = Reading(self.total_bytes, free, read_at=now, largest_block_bytes=block)
         self._stale = reading
         return reading
+
+    def _shown_used(self, at: float) -> int:
+        """What was used then, as far as it is remembered; nothing where everything is called free."""
+        if self._faults.all_free:
+            return 0
+        if not self._faults.lag_s:
+            return self._used_before[-1][1]
+        return next((used for then, used in reversed(self._used_before) if then <= at), self._used_before[0][1])
 
     def _play(self, faults: Faults) -> None:
         before, self._faults = self._faults, faults

@@ -44,7 +44,7 @@ class Sleep:
 
 
 class SleepDetector:
-    """Compares each look with the one before. Look at least every few seconds; several sleeps between two count as one."""
+    """Compares each look with the one before; look every few seconds. Several sleeps between two count as one."""
 
     def __init__(self, first: Clocks, *, threshold_s: float | None = None) -> None:
         self._ahead_s = first.elapsed_s - first.awake_s

@@ -41,6 +41,8 @@ class TraceDevice:
     kind = DeviceKind.EMULATED
     emulated = True
     engine_device = "cpu"
+    lag_s = 1.5
+    stale_after_s = 5.0
 
     def __init__(self, name: str, trace: Trace, clock: Callable[[], float]) -> None:
         self.name = name
