@@ -334,9 +334,9 @@ class Ledger:
     def adopt(self, holder: str, observed_bytes: int, now: float) -> Lease:
         """Book what a process holds already (a leftover of a crash). It counts even where nothing was available."""
         lease = self._book(holder, observed_bytes, now)
+        self._change(lease, _S.UNVERIFIED, observed_bytes=observed_bytes)
         lease.used_since_reading = -1  # it was there before us, and was taken for a neighbour's
         self._external.bytes_ = max(0, self._external.bytes_ - observed_bytes)
-        self._change(lease, _S.UNVERIFIED, observed_bytes=observed_bytes)
         return lease
 
     def settle(self, lease: Lease, observed_bytes: int) -> None:
@@ -423,13 +423,13 @@ class Ledger:
         known_bytes = lease.observed_bytes if lease.use_known else 0
         lease.state = new
         if observed_bytes is not None:
+            if observed_bytes > lease.observed_bytes or lease.used_since_reading is None:
+                lease.used_since_reading = self._window.number
             lease.observed_bytes = observed_bytes
         if bytes_ is not None:
             lease.bytes_ = bytes_
         if state is _S.SETTLED:
             lease.use_known = True
-            if lease.used_since_reading is None:
-                lease.used_since_reading = self._window.number
         elif state is _S.UNVERIFIED or state is _S.RELEASED:
             lease.use_known = False
         self._sums.count(lease, 1)
