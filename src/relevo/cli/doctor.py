@@ -60,11 +60,20 @@ def examine(place: Place) -> list[dict[str, Any]]:
             _check(check.name, check.ok, check.found, check.fix)
             for check in run_checks(config, paths.state, config.server.port)
         ]
+        checks += _devices()
     except Exception as error:
         checks.append(
             _check("checks", False, f"The checks broke off: {type(error).__name__}: {error}", "Please report this.")
         )
     return checks
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Each device, with what it can tell of its memory. One that cannot needs a declared budget to be used."""
+    from relevo.devices.survey import survey
+
+    fix = "Write total_bytes for this device into the configuration, or look at its driver."
+    return [_check(told.name, told.known or None, told.sentence, None if told.known else fix) for told in survey()]
 
 
 def _check(name: str, ok: bool | None, found: str, fix: str | None) -> dict[str, Any]:
