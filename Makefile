@@ -11,7 +11,7 @@ HASHES := --require-hashes --only-binary :all:
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 TESTS ?= tests/unit tests/integration tests/acceptance
 
-.PHONY: help setup setup-dev fetch demo test lint bench proof lock clean
+.PHONY: help setup setup-dev fetch demo test lint bench proof golden-device lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    style, types and the borders between the rooms"
 	@echo "make bench   measurements; they never fail a build"
 	@echo "make proof   everything too long for every commit"
+	@echo "make golden-device   plan the golden models on this machine's GPU, and keep the figures as a fixture (LIBRARIES=folder)"
 	@echo "make lock    pin the newest versions of what requirements/*.in name"
 	@echo "make clean   remove the environment and what tools left behind (fetched files stay in the user's cache)"
 
@@ -77,6 +78,10 @@ bench: setup-dev $(VENV)/stamp-bench
 
 proof: setup-dev
 	@$(TEST_ENV) RELEVO_PROOF=1 $(BIN)/python -m pytest -m proof --timeout 3600 tests
+
+# Nothing is loaded or computed: a software Vulkan device does (GGML_VK_VISIBLE_DEVICES=0 makes ggml take it).
+golden-device: setup-dev
+	@$(BIN)/python -m tests.golden.device_figures $(if $(LIBRARIES),--libraries "$(LIBRARIES)")
 
 lock:
 	@$(PYTHON) -m venv build/lock && build/lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
