@@ -52,13 +52,14 @@ def split_model(whole: Path, folder: Path, count: int) -> list[Path]:
     paths = []
     for number in range(count):
         chosen = range(len(table) * number // count, len(table) * (number + 1) // count)
-        rows, data = b"", b""
+        rows, data, at = b"", [], 0
         for index in chosen:
             name, shape, kind, offset = table[index]
             rows += struct.pack("<Q", len(name)) + name
-            rows += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(data))
-            data += walk.data[start + offset : start + ends[index]]
-            data += bytes(-len(data) % _ALIGNMENT)
+            rows += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
+            data.append(walk.data[start + offset : start + ends[index]])
+            data.append(bytes(-len(data[-1]) % _ALIGNMENT))
+            at += len(data[-2]) + len(data[-1])
         own = [("split.no", 2, "H", number), ("split.count", 2, "H", count), ("split.tensors.count", 5, "i", tensors)]
         extra = b"".join(
             struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I" + form, kind, value)
@@ -69,6 +70,6 @@ def split_model(whole: Path, folder: Path, count: int) -> list[Path]:
         head += rows
         head += bytes(-len(head) % _ALIGNMENT)
         path = folder / f"split-{number + 1:05}-of-{count:05}.gguf"
-        path.write_bytes(head + data)
+        path.write_bytes(b"".join((head, *data)))
         paths.append(path)
     return paths

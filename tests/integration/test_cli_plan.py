@@ -54,7 +54,7 @@ def test_a_check_loads_the_model_on_both_routes_and_finds_what_was_predicted(
             assert rows[name]["engine_bytes"] == pytest.approx(rows[name]["predicted_bytes"], abs=PRINTED_TO), name
         compute = rows["compute buffer"]
         assert compute["engine_bytes"] == pytest.approx(compute["predicted_bytes"], abs=0.35 * MIB)
-        whole = rows["with pages of the file"]
+        whole = rows["the whole process"]
         assert whole["observed_bytes"] == pytest.approx(whole["predicted_bytes"], rel=0.15)
         assert whole["difference_bytes"] == whole["observed_bytes"] - whole["predicted_bytes"]
     assert rows_of(gpu)["its own, as reserved"]["observed_bytes"] <= found["total_bytes"]
@@ -77,21 +77,8 @@ def test_a_split_model_is_planned_by_any_part_and_its_first_part_is_loaded(
 ) -> None:
     parts = split_model(demo_model, tmp_path, 3)
     whole = plan(capsys, demo_model, "--device", "cpu")
-    found = plan(
-        capsys,
-        parts[1],
-        "--device",
-        "cpu",
-        "--check",
-        "--context",
-        "256",
-        "--slots",
-        "1",
-        "--ubatch",
-        "64",
-        "--batch",
-        "128",
-    )
+    words = ("--device", "cpu", "--check", "--context", "64", "--slots", "1")
+    found = plan(capsys, parts[1], *words)
     assert found["files"] == [str(path) for path in parts] and found["file"] == str(parts[0])
     assert found["name"] == "split"
     assert found["host_parts"]["weights_bytes"] == whole["host_parts"]["weights_bytes"]

@@ -206,6 +206,7 @@ def test_a_configured_model_is_planned_by_its_name_or_alias(
         (("--batch", "16"), "32 to 8192"),
         (("--ubatch", "5000"), "32 to 4096"),
         (("--batch", "64", "--ubatch", "128"), "larger than --batch"),
+        (("--context", "256", "--batch", "512"), "larger than the context of 256"),
         (("--batch", "32", "--slots", "32"), "more than the 32 slots"),
         (("--gpu-layers", "-1"), "--gpu-layers -1"),
         (("--kv-type", "q8_0", "--no-flash-attention"), "needs flash attention"),
@@ -243,6 +244,13 @@ def test_a_damaged_a_missing_and_a_foreign_file_are_told_apart(
 
 
 # ---------------------------------------------------------------------- its parts
+
+
+def test_a_step_is_no_larger_than_the_context(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = plan(capsys, model, "--context", "64")["options"]
+    assert (options["batch_tokens"], options["ubatch_tokens"]) == (64, 64)
+    options = plan(capsys, model, "--ubatch", "1024")["options"]
+    assert (options["batch_tokens"], options["ubatch_tokens"]) == (1024, 1024)
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,17 @@ def write_model(document: TOMLDocument, name: str, model: ModelConfig, config: C
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
     """What has to be written of a model; all else is default."""
-    return {
+    usual = type(model)(path=model.path)
+    fields = {
         "path": model.path,
         "device": model.device or "",
         "context_tokens": model.context_tokens,
         "slots": model.slots,
     }
+    for name in ("batch_tokens", "ubatch_tokens"):  # smaller than usual where the context is
+        if getattr(model, name) != getattr(usual, name):
+            fields[name] = getattr(model, name)
+    return fields
 
 
 def _print_plan(name: str, made: Plan) -> None:

@@ -76,11 +76,11 @@ class Checked:
         if self.load is None:
             return f"Not checked ({where}): {self.failed or self.skipped}"
         load = self.load
-        context = self.options.get("context_tokens")
-        how = "to its end" if load.near_full else "as far as a minute allows"
+        context = f"{self.options.get('context_tokens')} tokens of context"
+        how = f"to the end of its {context}" if load.near_full else f"as far into its {context} as a minute allows"
         return (
             f"Checked ({where}): loaded in {load.load_s:.1f} s by {load.ready.engine}, then a prompt of "
-            f"{load.prompt_tokens} tokens in {load.prompt_s:.1f} s ({how} of {context} tokens of context)"
+            f"{load.prompt_tokens} tokens in {load.prompt_s:.1f} s, {how}"
         )
 
     def view(self) -> dict[str, Any]:
@@ -164,14 +164,15 @@ def _open(planner: Planner, plan: Plan) -> Device:
 def process_rows(demand: Demand, load: FullLoad) -> list[Row]:
     """Of a worker that computes on the CPU: all its memory is its process's."""
     ready, seen = load.ready, load.observed
-    own = demand.private_bytes - _kept_back(demand)
-    emulated = demand.private_bytes - _margin(demand) if demand.pool_bytes else None
+    # What an emulated device is reserved beyond use counts there, because the kernel bounds reservations.
+    whole = demand.known_bytes - _margin(demand) - (demand.pool_bytes or 0)
+    reserved = demand.known_bytes - _margin(demand) if demand.pool_bytes else None
     return [
         *_engine_rows(demand, load),
         Row("output", demand.output_bytes, ready.output_bytes),
-        Row("its own memory", own, None, seen.anonymous_bytes, "kernel, most RssAnon"),
-        Row("with pages of the file", own + demand.mapped_bytes, None, seen.resident_bytes, "kernel, VmHWM"),
-        Row("its own, as reserved", emulated, None, seen.reserved_bytes, "kernel, most VmData"),
+        Row("the whole process", whole, None, seen.resident_bytes, "kernel, VmHWM"),
+        Row("of it its own", None, None, seen.anonymous_bytes, "kernel, most RssAnon"),
+        Row("its own, as reserved", reserved, None, seen.reserved_bytes, "kernel, most VmData"),
     ]
 
 
@@ -188,7 +189,7 @@ def card_rows(demand: Demand, beside: Demand, load: FullLoad) -> list[Row]:
         Row("driver, pool, fragmentation", learned, None, beyond, "driver, less the engine's buffers"),
         Row("all on the card", demand.known_bytes - _margin(demand), None, seen.device_bytes, "driver, rise of use"),
         *([host_compute] if ready.host_compute_bytes is not None else []),
-        Row("the process in RAM", beside.known_bytes - _margin(beside), None, seen.resident_bytes, "kernel, VmHWM"),
+        Row("the whole process", beside.known_bytes - _margin(beside), None, seen.resident_bytes, "kernel, VmHWM"),
     ]
 
 
@@ -210,8 +211,3 @@ def _engine_rows(demand: Demand, load: FullLoad) -> list[Row]:
 
 def _margin(demand: Demand) -> int:
     return demand.margin_bytes or 0
-
-
-def _kept_back(demand: Demand) -> int:
-    """What is predicted and not expected to be touched: the margin, and what an emulated device is only reserved."""
-    return _margin(demand) + (demand.pool_bytes or 0)

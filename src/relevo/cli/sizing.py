@@ -155,13 +155,7 @@ def model_config(header: GgufHeader, base: ModelConfig | None, **wishes: Any) ->
             device=None,
             context_tokens=min(DEFAULT_CONTEXT_TOKENS, trained or DEFAULT_CONTEXT_TOKENS),
         )
-    model = msgspec.structs.replace(base, **wished)
-    if model.ubatch_tokens > model.batch_tokens:
-        if "ubatch_tokens" in wished and "batch_tokens" in wished:
-            raise ConfigError(f"--ubatch {model.ubatch_tokens} is larger than --batch {model.batch_tokens}.")
-        larger = "batch_tokens" if "ubatch_tokens" in wished else "ubatch_tokens"
-        value = model.ubatch_tokens if larger == "batch_tokens" else model.batch_tokens
-        model = msgspec.structs.replace(model, **{larger: value})
+    model = _with_whole_steps(msgspec.structs.replace(base, **wished), wished)
     if model.kv_type != "f16" and model.flash_attention is False:
         raise ConfigError(f"--kv-type {model.kv_type} needs flash attention.")
     if model.batch_tokens <= model.slots:
@@ -169,6 +163,26 @@ def model_config(header: GgufHeader, base: ModelConfig | None, **wishes: Any) ->
             f"--batch {model.batch_tokens} is not possible: it must be more than the {model.slots} slots."
         )
     return model
+
+
+def _with_whole_steps(model: ModelConfig, wished: dict[str, Any]) -> ModelConfig:
+    """The engine makes a step no larger than the context, and a micro-batch no larger than a step; so say it so.
+
+    Raises ConfigError where both sides of that were wished for.
+    """
+    if model.batch_tokens > model.context_tokens:
+        if "batch_tokens" in wished:
+            raise ConfigError(
+                f"--batch {model.batch_tokens} is larger than the context of {model.context_tokens} tokens."
+            )
+        model = msgspec.structs.replace(model, batch_tokens=model.context_tokens)
+    if model.ubatch_tokens <= model.batch_tokens:
+        return model
+    if "ubatch_tokens" not in wished:
+        return msgspec.structs.replace(model, ubatch_tokens=model.batch_tokens)
+    if "batch_tokens" in wished or model.ubatch_tokens > model.context_tokens:
+        raise ConfigError(f"--ubatch {model.ubatch_tokens} is larger than --batch {model.batch_tokens}.")
+    return msgspec.structs.replace(model, batch_tokens=model.ubatch_tokens)
 
 
 def _check_context(option: str, wanted: int | None, trained: int | None) -> None:
