@@ -21,6 +21,7 @@ from relevo.core.eviction import Way, Yield, candidates, least_harm, who_yields
 from relevo.core.offload import least_offload
 from relevo.core.reduction import changes_between, least_reduction, most_reduced
 from relevo.core.room import Load, Scales, parts_text, room_of, why_not
+from relevo.core.search import largest_that_fits
 from relevo.core.standby import Readiness, StandbyPlan, choose_standby
 from relevo.core.units import size_text
 from relevo.core.verdict import Change, LoadVerdict, Step
@@ -129,13 +130,13 @@ class _Ladder:
         return verdict if verdict.waits_s > 0 else replace(verdict, waits_s=self._wait_for(first))
 
     def _reduce(self) -> LoadVerdict | None:
-        start = least_reduction(self.wish, self.wish.start, lambda s: self.in_time.holds(self.scales.load(s)))
+        start = least_reduction(self.wish, self.wish.start, lambda s: self.in_time.excess_bytes(self.scales.load(s)))
         return None if start is None else self._verdict(Step.REDUCE, self.scales.load(start), self._short())
 
     def _evict(self) -> LoadVerdict | None:
         if not self.able:
             return None
-        start = least_reduction(self.wish, self.wish.start, lambda s: self.emptied.holds(self.scales.load(s)))
+        start = least_reduction(self.wish, self.wish.start, lambda s: self.emptied.excess_bytes(self.scales.load(s)))
         return None if start is None else self._verdict(Step.EVICT, self.scales.load(start), self._short())
 
     def _offload(self, *, from_storage: bool) -> LoadVerdict | None:
@@ -165,7 +166,7 @@ class _Ladder:
                 hybrid = replace(
                     start, route="hybrid", gpu_layers=placed.gpu_layers, host_expert_layers=placed.host_expert_layers
                 )
-                return least_reduction(wish, hybrid, lambda s: self.emptied.holds(scales.load(s)))
+                return least_reduction(wish, hybrid, lambda s: self.emptied.excess_bytes(scales.load(s)))
         return None
 
     def _redirect(self) -> LoadVerdict | None:
@@ -255,7 +256,7 @@ class _Ladder:
             least_slots=1,
             offload=True,
         )
-        start = least_reduction(anything, self.wish.start, lambda s: self.emptied.holds(self.scales.load(s)))
+        start = least_reduction(anything, self.wish.start, lambda s: self.emptied.excess_bytes(self.scales.load(s)))
         if start is None and not self.wish.on_cpu and self.host.pressure != "critical":
             start = self._placed(anything, self.wish.start, self.scales)
         return () if start is None else changes_between(anything, self.wish.start, start, self.scales)
@@ -375,14 +376,12 @@ def largest_context(wish: LoadWish, device: DeviceView, host: DeviceView, weigh:
     Never more than the model was trained for, or MOST_CONTEXT_TOKENS where that is not known.
     """
     scales, room = Scales(weigh), room_of(device, host)
-    low, high = 0, (wish.most_context_tokens or MOST_CONTEXT_TOKENS) // CONTEXT_STEP_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        if room.holds(scales.load(replace(wish.start, context_tokens=middle * CONTEXT_STEP_TOKENS))):
-            low = middle
-        else:
-            high = middle - 1
-    return low * CONTEXT_STEP_TOKENS
+    most = (wish.most_context_tokens or MOST_CONTEXT_TOKENS) // CONTEXT_STEP_TOKENS
+
+    def excess(steps: int) -> int | None:
+        return room.excess_bytes(scales.load(replace(wish.start, context_tokens=steps * CONTEXT_STEP_TOKENS)))
+
+    return (largest_that_fits(1, most, excess) or 0) * CONTEXT_STEP_TOKENS if most else 0
 
 
 def may_restore(

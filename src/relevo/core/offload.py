@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
 
 from relevo.core.events import StartModel
 from relevo.core.room import Room, Scales
+from relevo.core.search import largest_that_fits
 from relevo.core.wish import LoadWish
 
 LEAST_GPU_LAYERS: Final = 2
@@ -22,33 +22,27 @@ def least_offload(wish: LoadWish, start: StartModel, room: Room, scales: Scales)
     the device leaves the host the least, and where the host has no room for it, no other placement helps.
     """
 
-    def on_device(candidate: StartModel) -> bool:
-        return room.device_holds(scales.load(candidate))
+    def excess(candidate: StartModel) -> int | None:
+        return room.device_excess_bytes(scales.load(candidate))
 
     hybrid = replace(start, route="hybrid", gpu_layers=min(start.gpu_layers, wish.layers + 1))
     found = None
     if wish.expert_layers > hybrid.host_expert_layers:
-        without = replace(hybrid, host_expert_layers=wish.expert_layers)
-        if on_device(without):
-            low, high = hybrid.host_expert_layers + 1, wish.expert_layers
-            least = _first(low, high, lambda n: on_device(replace(hybrid, host_expert_layers=n)))
-            found = replace(hybrid, host_expert_layers=least)
-        hybrid = without
+        # As a number that grows with what it takes: how many layers keep their experts on the device.
+        most = wish.expert_layers - hybrid.host_expert_layers - 1
+        kept = largest_that_fits(0, most, lambda n: excess(_without_experts(hybrid, wish.expert_layers - n)))
+        hybrid = _without_experts(hybrid, wish.expert_layers - (kept or 0))
+        found = None if kept is None else hybrid
     if found is None:
         most = hybrid.gpu_layers - 1
-        if most < LEAST_GPU_LAYERS or not on_device(replace(hybrid, gpu_layers=LEAST_GPU_LAYERS)):
+        if most < LEAST_GPU_LAYERS:
             return None
-        fewer = _first(0, most - LEAST_GPU_LAYERS, lambda n: on_device(replace(hybrid, gpu_layers=most - n)))
-        found = replace(hybrid, gpu_layers=most - fewer)
+        layers = largest_that_fits(LEAST_GPU_LAYERS, most, lambda n: excess(replace(hybrid, gpu_layers=n)))
+        if layers is None:
+            return None
+        found = replace(hybrid, gpu_layers=layers)
     return found if room.holds(scales.load(found)) else None
 
 
-def _first(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The first number that fits, where all after it do and `high` does."""
-    while low < high:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _without_experts(start: StartModel, layers: int) -> StartModel:
+    return replace(start, host_expert_layers=layers)

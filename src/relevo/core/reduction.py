@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from relevo.core.events import StartModel
 from relevo.core.room import Scales
+from relevo.core.search import largest_that_fits
 from relevo.core.units import size_text
 from relevo.core.verdict import Change
 from relevo.core.wish import CONTEXT_STEP_TOKENS, LoadWish
@@ -34,27 +35,58 @@ def floor_tokens(wish: LoadWish) -> int:
     return min(wish.start.context_tokens, -(-least // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS)
 
 
-def least_reduction(wish: LoadWish, start: StartModel, holds: Callable[[StartModel], bool]) -> StartModel | None:
-    """The start that `holds` accepts, reduced from `start` with the least harm; None where not even the least does.
+Excess = Callable[[StartModel], "int | None"]
+"""What a start is too large by; at most 0 where it fits; None where that is not known, and then it does not."""
 
-    `holds` must be monotone in micro-batch, slots and context. In flash attention and KV type it need not be: a
+
+def least_reduction(wish: LoadWish, start: StartModel, excess: Excess) -> StartModel | None:
+    """The start that fits, reduced from `start` with the least harm; None where not even the least does.
+
+    `excess` must be monotone in micro-batch, slots and context. In flash attention and KV type it need not be: a
     quantized cache can bring a copy larger than what it saves. So each combination of these two is a branch.
     """
+
+    def holds(candidate: StartModel) -> bool:
+        found = excess(candidate)
+        return found is not None and found <= 0
+
     floor = floor_tokens(wish) if "context" in wish.allow else start.context_tokens
     branches = [branch for branch in _branches(wish, start) if holds(_floor_of(wish, branch, floor))]
+    if not branches:
+        return None
+    useful = _useful(wish, start, floor, excess)
+    found = _least_harm(useful, start, branches, floor, excess)
+    return found if found is not None or useful is wish else _least_harm(wish, start, branches, floor, excess)
+
+
+def _least_harm(
+    wish: LoadWish, start: StartModel, branches: list[StartModel], floor: int, excess: Excess
+) -> StartModel | None:
     found: StartModel | None = None
     least = math.inf
     for harm, candidate in sorted(_combinations(wish, start, branches), key=lambda pair: pair[0]):
         if harm >= least:
             break
-        if holds(candidate):
+        whole = excess(candidate)
+        if whole is not None and whole <= 0:
             return candidate  # in order of harm, and any context costs more than the least found so far
         tokens = _context_to_beat(start.context_tokens, floor, least - harm)
-        if tokens < start.context_tokens and holds(replace(candidate, context_tokens=tokens)):
-            tokens = _largest_context(candidate, tokens, holds)
-            found = replace(candidate, context_tokens=tokens)
-            least = harm + _context_harm(start.context_tokens, tokens)
+        if tokens < start.context_tokens:
+            context = _largest_context(candidate, tokens, excess)
+            if context is not None:
+                found = replace(candidate, context_tokens=context)
+                least = harm + _context_harm(start.context_tokens, context)
     return found
+
+
+def _useful(wish: LoadWish, start: StartModel, floor: int, excess: Excess) -> LoadWish:
+    """The wish without a reduction of slots where fewer of them free nothing, so that it is not tried in vain."""
+    slots = _slots(wish, start)
+    for context, ubatch in ((start.context_tokens, start.ubatch_tokens), (floor, _ubatches(wish, start)[-1])):
+        one = replace(start, context_tokens=context, ubatch_tokens=ubatch)
+        if len(slots) > 1 and excess(one) != excess(replace(one, slots=slots[-1])):
+            return wish
+    return replace(wish, allow=wish.allow - {"slots"})
 
 
 def changes_between(wish: LoadWish, start: StartModel, to: StartModel, scales: Scales) -> tuple[Change, ...]:
@@ -169,13 +201,9 @@ def _context_to_beat(before_tokens: int, floor: int, harm: float) -> int:
     return max(floor, min(before_tokens, steps * CONTEXT_STEP_TOKENS))
 
 
-def _largest_context(start: StartModel, held_tokens: int, holds: Callable[[StartModel], bool]) -> int:
-    """The largest context below the start's that fits, a multiple of 256 or `held_tokens`, which does fit."""
-    low, high = held_tokens // CONTEXT_STEP_TOKENS, -(-start.context_tokens // CONTEXT_STEP_TOKENS) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(replace(start, context_tokens=middle * CONTEXT_STEP_TOKENS)):
-            low = middle
-        else:
-            high = middle - 1
-    return max(held_tokens, low * CONTEXT_STEP_TOKENS)
+def _largest_context(start: StartModel, least_tokens: int, excess: Excess) -> int | None:
+    """The largest context below the start's that fits, from `least_tokens` (a multiple of 256); None: not even that."""
+    step = CONTEXT_STEP_TOKENS
+    high = -(-start.context_tokens // step) - 1
+    steps = largest_that_fits(least_tokens // step, high, lambda n: excess(replace(start, context_tokens=n * step)))
+    return None if steps is None else steps * step

@@ -74,12 +74,25 @@ class Room(msgspec.Struct, frozen=True):
 
     def holds(self, load: Load) -> bool:
         """Whether the load fits, on its device and on the host."""
-        return self.device_holds(load) and _fits(load.host_bytes, self.host_bytes)
+        excess = self.excess_bytes(load)
+        return excess is not None and excess <= 0
 
     def device_holds(self, load: Load) -> bool:
         """Whether the load's part on the device fits."""
-        in_one_piece = self.block_bytes is None or load.block_bytes <= self.block_bytes
-        return in_one_piece and _fits(load.device_bytes, self.device_bytes)
+        excess = self.device_excess_bytes(load)
+        return excess is not None and excess <= 0
+
+    def excess_bytes(self, load: Load) -> int | None:
+        """What the load is too large by, where it is most; at most 0 where it fits; None where that is not known."""
+        device, host = self.device_excess_bytes(load), _excess(load.host_bytes, self.host_bytes)
+        return None if device is None or host is None else max(device, host)
+
+    def device_excess_bytes(self, load: Load) -> int | None:
+        """The same, of its part on the device alone."""
+        whole = _excess(load.device_bytes, self.device_bytes)
+        if whole is None or self.block_bytes is None:
+            return whole
+        return max(whole, load.block_bytes - self.block_bytes)
 
     def with_freed(self, holders: Sequence[Holder]) -> Room:
         """The room once these holders are gone. What each leaves is one piece, at the least."""
@@ -97,9 +110,11 @@ def room_of(device: DeviceView, host: DeviceView) -> Room:
     return Room(device.available_bytes, device.largest_block_bytes, host.available_bytes)
 
 
-def _fits(need_bytes: int | None, there_bytes: int | None) -> bool:
-    """Unknown is no; nothing needs nothing, even of a device that is not known."""
-    return need_bytes == 0 or (need_bytes is not None and there_bytes is not None and need_bytes <= there_bytes)
+def _excess(need_bytes: int | None, there_bytes: int | None) -> int | None:
+    """Unknown stays unknown; but nothing needs nothing, even of a device that is not known."""
+    if need_bytes == 0:
+        return -(there_bytes or 0)
+    return None if need_bytes is None or there_bytes is None else need_bytes - there_bytes
 
 
 def _largest_piece(demand: Demand) -> int:
