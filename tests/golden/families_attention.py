@@ -156,11 +156,12 @@ _DENSE = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
 _SEPARATE = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
 
 LLAMA_2_7B = Blueprint("Llama-2-7B", "llama", 32, 4096, 11008, 32, 32, 32000, context=4096)
-LLAMA_31_8B = Blueprint("Llama-3.1-8B", "llama", 32, 4096, 14336, 32, 8, 128256, kind_of=q4_k_m(32))
+_FACTORS = (("rope_freqs.weight", (64,)),)
+LLAMA_31_8B = Blueprint("Llama-3.1-8B", "llama", 32, 4096, 14336, 32, 8, 128256, kind_of=q4_k_m(32), outside=_FACTORS)
 LLAMA_32_1B = Blueprint(
     "Llama-3.2-1B", "llama", 16, 2048, 8192, 32, 8, 128256, tied=True, outside=(("rope_freqs.weight", (32,)),)
 )
-LLAMA_33_70B = Blueprint("Llama-3.3-70B", "llama", 80, 8192, 28672, 64, 8, 128256)
+LLAMA_33_70B = Blueprint("Llama-3.3-70B", "llama", 80, 8192, 28672, 64, 8, 128256, outside=_FACTORS)
 SMOLLM2_135M = Blueprint("SmolLM2-135M", "llama", 30, 576, 1536, 9, 3, 49152, tied=True, context=8192, weights="q4_1")
 MISTRAL_NEMO = Blueprint("Mistral-Nemo-12B", "llama", 40, 5120, 14336, 32, 8, 131072, head=128)
 QWEN25_05B = Blueprint(

@@ -96,7 +96,7 @@ def graph_form(header: GgufHeader, *, windowed: bool) -> GraphForm | str:
     reader = _Reader(graph, first, outside, header)
     form = reader.form(windowed)
     left = reader.unexplained()
-    if left is not None:
+    if left is not None and not isinstance(form, str):
         return f"the form has no place for its tensor {left!r}"
     return form
 

@@ -1,0 +1,233 @@
+"""The compute buffer: a graph laid out on sizes, the forms a file can have, and what is said where none fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relevo.core.compute_buffer import compute_bytes, host_compute_bytes
+from relevo.core.demand import model_demand
+from relevo.core.graph import Graph, Place, computed, given, stored, viewed
+from relevo.core.graph_form import FeedForward, GraphForm, Residual
+from relevo.core.graph_memory import graph_bytes
+from relevo.core.load import LoadOptions
+from relevo.core.shape import ModelShape
+from relevo.models.gguf import read_header
+from relevo.models.graph_form import GRAPHS
+from relevo.models.shape import shape_of
+from tests.golden import families_attention as files
+from tests.golden.families_attention import FAMILIES, Blueprint, Family, shorter
+from tests.golden.header_file import Scalar, Tensor, write_header
+
+MIB = 2**20
+
+
+def on_device(**changes: object) -> LoadOptions:
+    usual = {"context_tokens": 8192, "batch_tokens": 2048, "ubatch_tokens": 512, "outputs": 1}
+    return LoadOptions(on_device=True, **(usual | changes))  # type: ignore[arg-type]
+
+
+def on_cpu(**changes: object) -> LoadOptions:
+    return msgspec.structs.replace(on_device(**changes), on_device=False, gpu_layers=0)
+
+
+def shape_from(family: Family, folder: Path) -> ModelShape:
+    return shape_of(read_header(family.write(folder)))
+
+
+def changed(
+    blueprint: Blueprint, folder: Path, keys: dict[str, Scalar], more: list[Tensor], less: str = "-"
+) -> ModelShape:
+    """The shape of two layers of this model with some keys and tensors more, and tensors of a name less."""
+    family = shorter(blueprint, 2)
+    tensors = [tensor for tensor in family.tensors if less not in tensor[0]] + more
+    return shape_of(read_header(write_header(folder / "m.gguf", {**family.keys, **keys}, tensors)))
+
+
+# --------------------------------------------------------------- layout
+
+
+def laid_out(graph: Graph) -> int:
+    return graph_bytes(graph, on_device=False)[1]
+
+
+def test_a_result_may_take_the_memory_of_its_only_source() -> None:
+    graph = Graph()
+    first = computed((256, 4), given((256, 4), 4096))
+    graph.expand(computed((256, 4), computed((256, 4), first, in_place=True)))
+    assert laid_out(graph) == 2 * 4096
+
+
+def test_what_is_still_needed_is_not_taken_over() -> None:
+    graph = Graph()
+    first = computed((256, 4), given((256, 4), 4096))
+    second = computed((256, 4), first, in_place=True)
+    graph.expand(computed((256, 4), second, first))
+    assert laid_out(graph) == 3 * 4096
+
+
+def test_a_result_that_is_read_afterwards_keeps_its_memory() -> None:
+    graph = Graph()
+    result = computed((256, 4), given((8,), 32))
+    result.output = True
+    graph.expand(computed((256, 4), result, in_place=True))
+    assert laid_out(graph) == 32 + 2 * 4096
+
+
+def test_a_view_keeps_what_it_shows() -> None:
+    graph = Graph()
+    whole = computed((256, 4), given((256, 4), 4096))
+    part = viewed(whole, (128, 8))
+    other = computed((1024, 4), part)
+    graph.expand(computed((256, 4), other, part))
+    assert laid_out(graph) == 4096 * 4 + 2 * 4096
+
+
+def test_freed_neighbours_merge_and_a_hole_is_taken_before_the_end() -> None:
+    graph = Graph()
+    four = [graph.expand(computed((256,), given((8,), 32))) for _ in range(4)]
+    kept = graph.expand(computed((8,), four[3]))  # where the inputs were
+    graph.expand(computed((64,), *four[:2]))  # frees two neighbours
+    graph.expand(computed((512,), kept))  # as large as both
+    assert laid_out(graph) == 4 * 32 + 4 * 1024
+
+
+def test_weights_on_the_host_are_copied_for_a_step_of_many_rows() -> None:
+    def graph(rows: int) -> Graph:
+        drawn = Graph()
+        inner = computed((64, rows), stored(Place.HOST, 65536, weight=True), given((64, rows), 256 * rows))
+        drawn.expand(computed((64, rows), stored(Place.DEVICE, 65536, weight=True), inner))
+        return drawn
+
+    many_device, many_host = graph_bytes(graph(32), on_device=True)
+    few_device, few_host = graph_bytes(graph(31), on_device=True)
+    assert many_device >= 65536 > few_device
+    assert many_host == 32 * 256
+    assert few_host == 2 * 31 * 256
+
+
+# --------------------------------------------------------------- forms
+
+
+@pytest.mark.parametrize(
+    ("blueprint", "form"),
+    [
+        (files.LLAMA_2_7B, GraphForm()),
+        (files.LLAMA_32_1B, GraphForm(rope_factors=True)),
+        (files.QWEN25_05B, GraphForm(qkv_bias=True)),
+        (files.QWEN3_4B, GraphForm(qk_norms=True)),
+        (files.GEMMA_3_12B, GraphForm(qk_norms=True, post_norms=True, windowed=True)),
+        (files.COMMAND_R_35B, GraphForm(layer_norm=True, residual=Residual.SHARED_NORM)),
+        (files.PHI_4, GraphForm(fused_qkv=True, feed_forward=FeedForward.FUSED, input_first=True)),
+        (files.MIXTRAL_8X7B, GraphForm(feed_forward=FeedForward.EXPERTS, normed_weights=True)),
+        (
+            files.PYTHIA_69B,
+            GraphForm(
+                residual=Residual.OWN_NORM,
+                feed_forward=FeedForward.PLAIN,
+                layer_norm=True,
+                norm_bias=True,
+                fused_qkv=True,
+                qkv_bias=True,
+                output_bias=True,
+                feed_forward_bias=True,
+            ),
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_form_is_read_off_the_tensors(blueprint: Blueprint, form: GraphForm, tmp_path: Path) -> None:
+    assert shape_from(shorter(blueprint, 2), tmp_path).graph == form
+
+
+def test_every_measured_architecture_has_a_file_that_proves_it() -> None:
+    assert {family.keys["general.architecture"] for family in FAMILIES} == set(GRAPHS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "less", "why"),
+    [
+        ({}, [("blk.0.attn_gate.weight", (4096, 256), "q4_k")], "-", "layer 1 does not hold what layer 0 holds"),
+        ({}, [(f"blk.{i}.ssm_a", (4096,), "f32") for i in range(2)], "-", "no place for its tensor 'ssm_a'"),
+        ({}, [("dense_2.weight", (4096, 256), "q4_k")], "-", "no place for its tensor 'dense_2.weight'"),
+        ({}, [(f"blk.{i}.post_ffw_norm.weight", (4096,), "f32") for i in range(2)], "-", "post_ffw_norm"),
+        ({}, [(f"blk.{i}.attn_q.bias", (4096,), "f32") for i in range(2)], "-", "attn_q.bias"),
+        ({}, [], "ffn_norm", "its layers have no ffn_norm.weight"),
+        ({}, [], "attn_k.", "its layers have no attn_k.weight"),
+        ({}, [], "ffn_down", "its layers have no ffn_down.weight"),
+        ({"llama.pooling_type": 1}, [], "-", "it is an embedding model"),
+        ({"llama.attention.causal": False}, [], "-", "it is an embedding model"),
+        ({"llama.nextn_predict_layers": 1}, [], "-", "predicts several tokens ahead"),
+        ({"llama.expert_group_count": 4}, [], "-", "chosen by groups"),
+        ({"llama.attention.temperature_scale": 0.1}, [], "-", "scaled by position"),
+        ({"general.architecture": "unheard-of"}, [], "-", "'unheard-of' has not been measured"),
+    ],
+)
+def test_a_file_that_no_form_explains_is_said_to_be_unknown(
+    keys: dict[str, Scalar], more: list[Tensor], less: str, why: str, tmp_path: Path
+) -> None:
+    if architecture := keys.get("general.architecture"):
+        own = shorter(files.LLAMA_2_7B, 2).keys
+        keys = keys | {
+            name.replace("llama.", f"{architecture}."): value
+            for name, value in own.items()
+            if name.startswith("llama.") and isinstance(value, int | float)
+        }
+    shape = changed(files.LLAMA_2_7B, tmp_path, keys, more, less)
+    device, host = model_demand(shape, on_device())
+    for demand in (device, host):
+        assert demand.compute_bytes is None
+        assert demand.total_bytes is None
+        assert why in demand.reasons["compute_bytes"]
+        assert demand.reasons["compute_bytes"].endswith(".")
+
+
+def test_a_shape_without_a_form_is_unknown_too(tmp_path: Path) -> None:
+    shape = msgspec.structs.replace(shape_from(shorter(files.LLAMA_2_7B, 2), tmp_path), graph=None)
+    assert "nothing is known of its graph" in str(compute_bytes(shape, on_device()))
+    assert "nothing is known of its graph" in str(host_compute_bytes(shape, on_device()))
+
+
+# --------------------------------------------------------------- figures
+
+
+def test_the_buffer_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+    whole = shape_from(files.LLAMA_31_8B.family(), tmp_path)
+    short = shape_from(shorter(files.LLAMA_31_8B, 8), tmp_path)
+    assert compute_bytes(whole, on_device()) == compute_bytes(short, on_device())
+    assert host_compute_bytes(whole, on_cpu()) == host_compute_bytes(short, on_cpu())
+
+
+def test_without_a_device_all_of_it_is_the_hosts(tmp_path: Path) -> None:
+    shape = shape_from(shorter(files.QWEN3_4B, 4), tmp_path)
+    assert compute_bytes(shape, on_cpu()) == 0
+    assert host_compute_bytes(shape, on_cpu()) > host_compute_bytes(shape, on_device())  # type: ignore[operator]
+
+
+def test_a_layer_left_to_the_host_makes_the_devices_buffer_larger(tmp_path: Path) -> None:
+    """The device computes it all the same, from copies of its weights and its cache."""
+    shape = shape_from(files.LLAMA_31_8B.family(), tmp_path)
+    whole, partly = compute_bytes(shape, on_device()), compute_bytes(shape, on_device(gpu_layers=20))
+    assert isinstance(whole, int)
+    assert isinstance(partly, int)
+    assert partly > whole + 8 * MIB
+    few_rows = on_device(gpu_layers=20, ubatch_tokens=31)
+    assert compute_bytes(shape, few_rows) < whole  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+def test_more_is_never_less_where_one_place_holds_all_layers(family: Family, tmp_path: Path) -> None:
+    """With layers on both sides it can be: a larger tensor may find a better hole."""
+    shape = shape_from(family, tmp_path)
+    for name, steps in (
+        ("context_tokens", (256, 2048, 8192, 12288, 32768)),
+        ("ubatch_tokens", (16, 128, 512, 1024)),
+        ("outputs", (1, 8, 128, 512)),
+    ):
+        for options in (on_device, on_cpu):
+            figures = [host_compute_bytes(shape, options(**{name: step})) for step in steps]
+            figures_there = [compute_bytes(shape, options(**{name: step})) for step in steps]
+            assert figures == sorted(figures)
+            assert figures_there == sorted(figures_there)
