@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from relevo.core.events import Ready, StartFailed
 from relevo.devices import faults
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.faults import Faults
 from relevo.devices.soft import SoftDevice
 
 from .fakes.growing import Grower
+from .llama_process import LlamaProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulated accelerator needs Linux")
 
@@ -186,3 +190,38 @@ def test_only_a_process_on_it_holds_something(device: SoftDevice, grower: Grower
     assert device.held_by(grower.pid) == held + 10 * MIB
     device.forget(grower.pid)
     assert device.held_by(grower.pid) is None
+
+
+@contextlib.contextmanager
+def _governed(device: SoftDevice) -> Iterator[None]:
+    """Tick as the service does."""
+    done = threading.Event()
+
+    def govern() -> None:
+        while not done.wait(0.05):
+            device.tick()
+
+    thread = threading.Thread(target=govern)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_real_model_does_not_load_where_there_are_the_bytes_and_not_the_block(
+    tmp_path: Path, libraries: Path, demo_model: Path
+) -> None:
+    """Its weights are one buffer of 92 MiB."""
+    device = SoftDevice("gpu0", 1024 * MIB, folder=tmp_path)
+    for largest, loads in ((64 * MIB, False), (None, True)):
+        faults.write(tmp_path, Faults(largest_block_bytes=largest))
+        with _governed(device), LlamaProcess(libraries, demo_model) as worker:
+            assert device.register(worker.process.pid)
+            answer = worker.start(use_mmap=False)
+            free = device.read().free_bytes
+            assert free is not None and free > 400 * MIB
+            assert isinstance(answer, Ready) is loads
+            if isinstance(answer, StartFailed):
+                assert answer.code == "allocation" and "not enough memory for the weights" in answer.message

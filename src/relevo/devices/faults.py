@@ -25,7 +25,10 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """What an emulated device does wrong. All of it may be combined."""
 
     largest_block_bytes: Annotated[int, Meta(ge=0)] | None = None
-    """Free memory is in pieces: a single allocation above this fails although there are the bytes."""
+    """Free memory is in pieces: a single allocation above this fails although there are the bytes.
+
+    A process's own start counts as well: below about 64 MiB a llama worker does not get as far as its model.
+    """
     lag_s: Annotated[float, Meta(ge=0, le=5)] = 0.0
     """Readings show what was that long ago, and claim to be new. Real drivers: 0.5 to 1.5 s after a load or unload."""
     all_free: bool = False
