@@ -16,6 +16,7 @@ from relevo.devices import faults
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.faults import Faults
 from relevo.devices.soft import SoftDevice
+from relevo.replicas.process import worker_environment
 
 from .fakes.growing import Grower
 from .llama_process import LlamaProcess
@@ -211,11 +212,13 @@ def _governed(device: SoftDevice) -> Iterator[None]:
 
 
 def test_a_real_model_does_not_load_where_there_are_the_bytes_and_not_the_block(
-    tmp_path: Path, libraries: Path, demo_model: Path
+    tmp_path: Path, libraries: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights are one buffer of 92 MiB."""
+    for name, value in worker_environment(threads=1).items():
+        monkeypatch.setenv(name, value)
     device = SoftDevice("gpu0", 1024 * MIB, folder=tmp_path)
-    for largest, loads in ((64 * MIB, False), (None, True)):
+    for largest, loads in ((80 * MIB, False), (None, True)):
         faults.write(tmp_path, Faults(largest_block_bytes=largest))
         with _governed(device), LlamaProcess(libraries, demo_model) as worker:
             assert device.register(worker.process.pid)
