@@ -152,8 +152,10 @@ class ModelConfig(_Section, frozen=True):
     """Whether fewer layers may be put on the device (a hybrid route) when not all fit."""
     standby: Literal["auto", "warm", "mapped", "on-demand"] = "auto"
     """How ready the CPU twin is kept. auto: by `recovery_budget_s` and the measured time of a load."""
-    recovery_budget_s: PositiveSeconds = 10.0
-    """How long a lost route may take to be replaced."""
+    recovery_budget_s: PositiveSeconds = 0.1
+    """How long a lost route may take to be replaced. A longer time lets the twin rest where a load is quick enough."""
+    rest_after_s: PositiveSeconds = 30.0
+    """A twin that need not be kept warm rests after so long without work."""
     sampling: SamplingConfig = SamplingConfig()
     gpu_lane: LaneConfig = LaneConfig()
     cpu_lane: LaneConfig = LaneConfig(queue=16)

@@ -388,6 +388,11 @@ class Ledger:
             left = min(counted, self._unexplained_bytes(used))  # it may be back already
         self._returns.expect(counted, left, None, now)
 
+    def renew(self, lease: Lease, now: float) -> Lease:
+        """The process is gone, but its claim stays: the same bytes are granted anew, and nobody is asked in between."""
+        self.release(lease, now)
+        return self._book(lease.holder, lease.bytes_, now)
+
     def cancel(self, lease: Lease) -> None:
         """Nobody ever used it: give it back as if it had not been granted. Raises OurBug when it was settled."""
         self._own(lease)

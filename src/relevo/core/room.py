@@ -61,7 +61,7 @@ class Scales:
             if start.route in CPU_ROUTES:
                 of_device = None if of_device is None else of_device - device.mapped_bytes
             of_host = None if of_host is None else of_host - host.mapped_bytes
-        return Load(start, device, host, of_device, of_host, _largest_piece(device))
+        return Load(start, device, host, of_device, of_host, largest_piece_bytes(device))
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -117,7 +117,8 @@ def _excess(need_bytes: int | None, there_bytes: int | None) -> int | None:
     return None if need_bytes is None or there_bytes is None else need_bytes - there_bytes
 
 
-def _largest_piece(demand: Demand) -> int:
+def largest_piece_bytes(demand: Demand) -> int:
+    """The largest single buffer that an engine will ask for, as far as it is known."""
     parts = demand.parts()
     return max(parts[name] or 0 for name in _IN_ONE_PIECE)
 

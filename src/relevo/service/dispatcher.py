@@ -326,6 +326,10 @@ class Dispatcher:
                 self.endings.cancel(work)
             else:
                 self.lose(work, route, death.cause)
+        self.reconsider_waiting(route)
+
+    def reconsider_waiting(self, route: Route) -> None:
+        """Everything that waits there looks for another way; what runs stays."""
         for holder in route.lane.waiting_holders:
             self.reconsider(self.works[holder], route)
 

@@ -3,104 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from relevo.core.breaker import Breaker, BreakerState, FaultKind, Transition
+from relevo.core.breaker import BreakerState, FaultKind, Transition
 from relevo.core.errors import DeviceNotFound, RelevoError
 from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
-from relevo.core.ledger import Lease, LeaseState, Ledger, Reading
-from relevo.devices.device import Device
-from relevo.devices.host import HostDevice
-from relevo.devices.soft import SoftDevice
+from relevo.core.ledger import LeaseState
 from relevo.journal import Journal, PutFact, WorkerGone, WorkerStarted
-from relevo.processes import memory as process_memory
 from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
 from relevo.replicas.process import ProcessLimits
 from relevo.replicas.replica import Replica, ReplicaNotServing
+from relevo.service.berths import Berth, HeldDevice, Posture
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.identity import Identities
+from relevo.service.learning import Learning
+from relevo.service.loads import Loads
 from relevo.service.metrics import Metrics
-from relevo.service.plans import Footprint
+from relevo.service.plans import data_limit_bytes
 from relevo.service.records import log_failure
-from relevo.service.routes import Route, ServedModel
 
 _log = logging.getLogger("relevo.fleet")
 
-RETRY_LEASE_S = 1.0
-LOADING_S = 0.05
 BREAKER_FACT = "breaker:"
+_probe_numbers = itertools.count(1 << 32)  # apart from those of breakers
 CPU_OOM_SCORE = 800
 """The kernel shall rather kill a CPU worker than a neighbour."""
-
-
-@dataclass(slots=True)
-class HeldDevice:
-    """A device with its ledger and breaker; the fleet owns both."""
-
-    name: str
-    device: Device
-    ledger: Ledger
-    breaker: Breaker
-
-    @property
-    def emulated(self) -> bool:
-        """Whether it only plays an accelerator."""
-        return self.device.emulated
-
-    def occupy(self, identity: Identity) -> None:
-        """A worker's process exists. An emulated device keeps its memory limit from here on."""
-        if isinstance(self.device, SoftDevice):
-            self.device.register(identity.pid, identity.start_time)
-
-    def vacate(self, pid: int) -> None:
-        """A worker's process is gone."""
-        if isinstance(self.device, SoftDevice):
-            self.device.forget(pid)
-
-    def observed_bytes(self, ready: Ready) -> int | None:
-        """What a worker holds here: told by the kernel where it can, else the sum of the engine's own buffer lines."""
-        if isinstance(self.device, SoftDevice):
-            return process_memory.data_bytes(ready.pid)
-        if isinstance(self.device, HostDevice):
-            return process_memory.resident_bytes(ready.pid)
-        parts = (ready.model_bytes, ready.kv_bytes, ready.compute_bytes)
-        return None if None in parts else sum(p or 0 for p in parts)
-
-
-@dataclass(slots=True)
-class _Life:
-    """What is held for one incarnation of a worker."""
-
-    incarnation: int
-    lease: Lease
-    identity: Identity | None = None
-
-
-@dataclass(slots=True)
-class Berth:
-    """A route's place in the fleet."""
-
-    route: Route
-    model: ServedModel
-    held: HeldDevice
-    footprint: Footprint
-    first: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once its first start succeeded or failed: those that start after it may go."""
-    waits_for: Berth | None = None
-    life: _Life | None = None
-    known_answer: list[int] | None = None
-    probing: bool = False
-
-    @property
-    def loading(self) -> bool:
-        """Whether a worker of it holds a lease and is not ready yet."""
-        return self.life is not None and self.route.replica.ready is None
 
 
 class Fleet:
@@ -114,6 +47,8 @@ class Fleet:
         tasks: asyncio.TaskGroup,
         *,
         identities: Identities,
+        learning: Learning,
+        loads: Loads,
         changed: Callable[[], None],
     ) -> None:
         self._journal = journal
@@ -122,7 +57,9 @@ class Fleet:
         self._tasks = tasks
         self._identities = identities
         self._changed = changed
-        self.berths: dict[str, Berth] = {}
+        self._learning = learning
+        self.loads = loads
+        self.berths = loads.berths
         self.devices: dict[str, HeldDevice] = {}
 
     def berth_of(self, replica: Replica) -> Berth:
@@ -137,43 +74,12 @@ class Fleet:
         if berth.waits_for is not None:
             berth.route.waiting_reason = f"It starts after {berth.waits_for.route.replica.name}."
             await berth.waits_for.first.wait()
-        while True:
-            pause_s = self._pause_s(berth)
-            if pause_s is None:
-                lease = berth.held.ledger.request(replica.name, berth.footprint.lease_bytes, time.monotonic())
-                if isinstance(lease, Lease):
-                    break
-                self._hold_back(berth, f"Memory is short: {lease.reason}")
-                pause_s = RETRY_LEASE_S
-            await asyncio.sleep(pause_s)
-        berth.route.waiting_reason = None
-        berth.life = _Life(incarnation, lease)
+        berth.life = await self.loads.lease(berth, incarnation)
         self._changed()
         return ProcessLimits(
-            data_bytes=berth.footprint.data_limit_bytes,
+            data_bytes=data_limit_bytes(berth.life.demand) if berth.held is berth.host else None,
             oom_score_adj=CPU_OOM_SCORE if berth.route.name == "cpu" else None,
         )
-
-    def _pause_s(self, berth: Berth) -> float | None:
-        """Seconds to wait for the breaker, or for a neighbour's load; None when a start may be tried now."""
-        if any(other.loading for other in self.berths.values() if other.held is berth.held):
-            return LOADING_S  # two loads at once could not be told apart in what the device reports
-        breaker = berth.held.breaker
-        now = time.monotonic()
-        if breaker.allow_work(now) or breaker.state is BreakerState.HALF_OPEN:
-            return None
-        wait_s = breaker.next_probe_s(now)
-        if wait_s == 0:
-            return None
-        self._hold_back(berth, f"The breaker of {berth.held.name} is open: {breaker.cause}")
-        return min(wait_s, RETRY_LEASE_S) if wait_s is not None else RETRY_LEASE_S
-
-    def _hold_back(self, berth: Berth, reason: str) -> None:
-        berth.first.set()  # nobody else waits for one that cannot start
-        if berth.route.waiting_reason != reason:
-            berth.route.waiting_reason = reason
-            _log.warning("%s is not started: %s", berth.route.replica.name, reason)
-            self._changed()
 
     async def on_starting(self, replica: Replica, incarnation: int, identity: Identity) -> None:
         """Record who it is before it loads anything, so that a crash leaves no stranger."""
@@ -197,10 +103,11 @@ class Fleet:
         berth = self.berth_of(replica)
         berth.first.set()
         berth.route.renew_cells(ready)
-        if berth.life is not None:
-            observed = berth.held.observed_bytes(ready)
-            if observed is not None:
-                berth.held.ledger.settle(berth.life.lease, observed)
+        berth.posture = Posture.WANTED
+        berth.proved = True
+        berth.load_s = ready.load_ms / 1000
+        berth.last_used = time.monotonic()
+        self._settle(berth, ready)
         self._metrics.worker_up.labels(replica.model, replica.route).set(1)
         self._changed()
         berth.known_answer = berth.known_answer or ready.probe_tokens
@@ -209,6 +116,19 @@ class Fleet:
             self._dispatcher.pump(berth.route)
         else:
             self._tasks.create_task(self._earn_trust(berth), name=f"probes of {replica.name}")
+
+    def _settle(self, berth: Berth, ready: Ready) -> None:
+        """Count what it holds now, on its device and on the host, and learn from it."""
+        life = berth.life
+        if life is None:
+            return
+        cells = ready.cells if berth.route.shared else ready.cells * ready.slots
+        berth.route.cell_bytes = None if life.demand.kv_bytes is None else life.demand.kv_bytes / cells
+        for held, lease in life.leases:
+            observed = held.observed_bytes(ready) if held is berth.held else berth.host_bytes(ready)
+            if observed is not None:
+                held.ledger.settle(lease, observed)
+        self._learning.loaded(berth, ready)
 
     async def _identify(self, berth: Berth, ready: Ready) -> None:
         """Fingerprint it. A worker that computes otherwise than it did before is not used."""
@@ -243,6 +163,17 @@ class Fleet:
             if other.held is berth.held:
                 self._dispatcher.pump(other.route)
 
+    def probe_all(self) -> None:
+        """After a suspend: a worker that does not give its known answer any more is replaced."""
+        for berth in self.berths.values():
+            if berth.route.serving and not berth.probing:
+                self._tasks.create_task(self._prove_again(berth), name=f"probe of {berth.route.replica.name}")
+
+    async def _prove_again(self, berth: Berth) -> None:
+        incarnation = berth.route.replica.incarnation
+        if not await self._probe(berth, next(_probe_numbers)) and berth.route.replica.incarnation == incarnation:
+            berth.route.replica.kill("After the machine had slept it gave no right answer.", FaultKind.STICKY_DEVICE)
+
     async def _probe(self, berth: Berth, number: int) -> bool:
         try:
             answer: ProbeAnswer = await berth.route.replica.probe(number)
@@ -275,8 +206,10 @@ class Fleet:
         berth.first.set()
         self._metrics.worker_up.labels(replica.model, replica.route).set(0)
         self._metrics.worker_exits.labels(replica.model, replica.route, str(death.kind or "stopped")).inc()
-        if berth.life is not None and berth.life.lease.state is not LeaseState.RELEASED:
-            berth.held.ledger.drain(berth.life.lease)
+        for held, lease in berth.life.leases if berth.life is not None else ():
+            if lease.state is not LeaseState.RELEASED:
+                held.ledger.drain(lease)
+        self._learning.lost(berth, death)
         if death.kind is not None:
             self._note(berth.held.breaker.fault(death.kind, time.monotonic(), source=replica.name))
         self._dispatcher.route_lost(berth.route, death)
@@ -288,7 +221,12 @@ class Fleet:
         life, berth.life = berth.life, None
         if life is None:
             return
-        berth.held.ledger.release(life.lease)
+        if berth.posture is Posture.RESTING:
+            self.loads.keep(berth, life)
+        else:
+            now = time.monotonic()
+            for held, lease in life.leases:
+                held.ledger.release(lease, now)
         if life.identity is not None:
             berth.held.vacate(life.identity.pid)
             gone = self._journal.submit(WorkerGone(pid=life.identity.pid, start_time=life.identity.start_time))
@@ -299,8 +237,7 @@ class Fleet:
         """It will not come back by itself: what waits for it looks for another way."""
         berth = self.berth_of(replica)
         berth.route.waiting_reason = sentence
-        for holder in berth.route.lane.waiting_holders:
-            self._dispatcher.reconsider(self._dispatcher.works[holder], berth.route)
+        self._dispatcher.reconsider_waiting(berth.route)
         self._changed()
 
     def try_again(self, name: str) -> None:
@@ -310,12 +247,19 @@ class Fleet:
             raise DeviceNotFound(f"No device is called {name!r} here. Known: {', '.join(self.devices)}.")
         held.breaker.probe_soon(time.monotonic())
         for berth in self.berths.values():
-            if berth.held is held and berth.route.replica.ready is None:
+            if berth.held is held and berth.route.replica.ready is None and berth.shown:
                 berth.route.waiting_reason = None
                 berth.route.replica.resume()
         self._changed()
 
     # ------------------------------------------------------------ breaker
+
+    def device_fault(self, held: HeldDevice, kind: FaultKind, sentence: str) -> None:
+        """The driver or the kernel told of a fault of the whole device: nothing is sent there, and its workers go."""
+        self._note(held.breaker.fault(kind, time.monotonic(), source=held.name))
+        for berth in self.berths.values():
+            if berth.held is held and berth.life is not None:
+                berth.route.replica.kill(sentence, kind)
 
     def _note(self, transitions: tuple[Transition, ...]) -> None:
         """Log, remember and show what a breaker did."""
@@ -327,28 +271,3 @@ class Fleet:
             self._journal.submit(fact).add_done_callback(log_failure(f"the breaker of {t.breaker}"))
         if transitions:
             self._changed()
-
-    # ------------------------------------------------------------ reading
-
-    async def read_devices(self) -> None:
-        """Take a reading of every device, off the loop, with a bound on how long a driver may take."""
-        for held in self.devices.values():
-            try:
-                async with asyncio.timeout(5.0):
-                    reading = await asyncio.to_thread(held.device.read)
-            except TimeoutError:
-                reading = Reading(
-                    None, None, read_at=time.monotonic(), reason=f"{held.name} did not answer within 5 s."
-                )
-            held.ledger.observe(reading)
-            self._recount(held)
-
-    def _recount(self, held: HeldDevice) -> None:
-        """What the workers hold now, where the device can tell it apart."""
-        for berth in self.berths.values():
-            life, ready = berth.life, berth.route.replica.ready
-            if berth.held is not held or life is None or ready is None or life.lease.state is not LeaseState.SETTLED:
-                continue
-            observed = held.observed_bytes(ready)
-            if observed is not None:
-                held.ledger.recount(life.lease, observed)

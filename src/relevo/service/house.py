@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from relevo.config import Config, DeviceConfig, ModelConfig
+from relevo.config import Config, DeviceConfig, HostConfig, ModelConfig
 from relevo.core.breaker import Breaker, BreakerRecord
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
-from relevo.core.ledger import Ledger
+from relevo.core.ledger import LAG_S, Ledger
 from relevo.core.shape import ModelShape
 from relevo.devices.device import Device
 from relevo.devices.ggml import EngineDevice, EngineFacts, inspect
@@ -29,31 +29,35 @@ from relevo.journal import Journal, WorkerStarted
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from relevo.processes.identity import Identity
+from relevo.replicas.dry_run import DryRuns
+from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
 from relevo.replicas.replica import Replica, ReplicaSettings
 from relevo.replicas.text import TextProcess, TextSettings
+from relevo.service.berths import Berth, HeldDevice, Posture
 from relevo.service.dispatcher import Dispatcher
-from relevo.service.fleet import BREAKER_FACT, Berth, Fleet, HeldDevice
+from relevo.service.fleet import BREAKER_FACT, Fleet
 from relevo.service.identity import Identities
+from relevo.service.learning import Learning
+from relevo.service.loads import Loads
 from relevo.service.metrics import Metrics
 from relevo.service.paths import Paths
-from relevo.service.plans import (
-    Footprint,
-    cpu_plan,
-    emulated_plan,
-    footprint_emulated,
-    footprint_on_card,
-    footprint_on_host,
-    gpu_plan,
-)
+from relevo.service.plans import cpu_plan, emulated_plan, gpu_plan, hybrid_plan
 from relevo.service.records import log_failure
 from relevo.service.routes import Placement, Route, ServedModel
+from relevo.service.scales import Place, Scales
 from relevo.service.service import RelevoService
 from relevo.service.status import StatusBoard
+from relevo.service.watch import Watch
+from relevo.setup.cache import cache_folder
 from relevo.setup.libraries import find as find_libraries
 
 HOST = "host"
 ENGINE_NAMES = {"nvidia": "CUDA", "vulkan": "Vulkan"}
 """How the engine's names of a configured kind begin."""
+DRY_RUNS = "dry-runs"
+"""Folder in the cache for what the engine said of loads."""
+ROUTE_ORDER = ("gpu", "hybrid", "cpu")
+"""As requests prefer them."""
 SPILL = "spill"
 """Folder in the state folder for texts under way to a text process; what a crash left there goes at the next start."""
 ENGINE_ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -70,6 +74,7 @@ class House:
     models: dict[str, ServedModel]
     dispatcher: Dispatcher
     fleet: Fleet
+    watch: Watch
     board: StatusBoard
     service: RelevoService
 
@@ -94,7 +99,9 @@ class House:
 async def build_house(config: Config, paths: Paths, journal: Journal, tasks: asyncio.TaskGroup) -> House:
     """Make everything, start nothing. Raises StartupError where a file, library or device cannot be used."""
     await asyncio.to_thread(shutil.rmtree, paths.state / SPILL, ignore_errors=True)
-    builder = _Builder(config, paths, journal, tasks)
+    libraries = find_libraries(config.engine.libraries)
+    facts = await asyncio.to_thread(inspect, libraries)
+    builder = _Builder(config, paths, journal, tasks, libraries, facts)
     await builder.add_devices()
     for name, model in config.models.items():
         await builder.add_model(name, model)
@@ -104,12 +111,20 @@ async def build_house(config: Config, paths: Paths, journal: Journal, tasks: asy
 class _Builder:
     """Puts the parts together in the order in which they need each other."""
 
-    def __init__(self, config: Config, paths: Paths, journal: Journal, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        config: Config,
+        paths: Paths,
+        journal: Journal,
+        tasks: asyncio.TaskGroup,
+        libraries: Path,
+        facts: EngineFacts,
+    ) -> None:
         self._config = config
         self._paths = paths
         self._journal = journal
-        self._libraries = find_libraries(config.engine.libraries)
-        self._facts: EngineFacts  # of `add_devices`
+        self._libraries = libraries
+        self._facts = facts
         metrics = Metrics()
         models: dict[str, ServedModel] = {}
         board = StatusBoard(models, metrics, lambda: journal.trouble)
@@ -118,41 +133,61 @@ class _Builder:
         )
         self._tasks = tasks
         self._identities = Identities(journal, paths.state)
-        fleet = Fleet(journal, dispatcher, metrics, tasks, identities=self._identities, changed=board.touch)
+        self._learning = Learning()
+        known = EngineIdentity(facts.engine, {d.name: d.description for d in facts.devices})
+        loads = Loads(DryRuns(DryRunCache(cache_folder() / DRY_RUNS, known)), board.touch)
+        fleet = Fleet(
+            journal,
+            dispatcher,
+            metrics,
+            tasks,
+            identities=self._identities,
+            learning=self._learning,
+            loads=loads,
+            changed=board.touch,
+        )
         board.fleet = fleet
+        watch = Watch(fleet, dispatcher, self._learning, board.touch)
         service = RelevoService(config, models, dispatcher, journal, board, metrics)
-        self.house = House(config, journal, metrics, models, dispatcher, fleet, board, service)
+        self.house = House(config, journal, metrics, models, dispatcher, fleet, watch, board, service)
 
     # ------------------------------------------------------------------ devices
 
     async def add_devices(self) -> None:
         """The host, and every device that a model names."""
-        self._facts = await asyncio.to_thread(inspect, self._libraries)
         host = self._config.host
-        await self._hold(HostDevice(), declared=host.budget_bytes, headroom=self._floor(host.floor_bytes))
+        await self._hold(HostDevice(), DeviceConfig(total_bytes=host.budget_bytes, headroom_bytes=self._floor(host)))
         named = {m.device for m in self._config.models.values() if m.device is not None}
         for name in sorted(named):
             described = self._config.devices[name]
             device = open_device(name, described, self._facts, self._libraries, self._paths)
-            await self._hold(device, declared=described.total_bytes, headroom=described.headroom_bytes)
+            await self._hold(device, described)
 
     @staticmethod
-    def _floor(configured: int | None) -> int | None:
+    def _floor(host: HostConfig) -> int | None:
         """MemAvailable never to go below: the larger of a tenth of RAM and 2 GiB, but at most a quarter of it."""
         total = HostDevice().read().total_bytes
-        if configured is not None or total is None:
-            return configured
+        if host.floor_bytes is not None or total is None:
+            return host.floor_bytes
         return min(max(total // 10, 2 << 30), total // 4)
 
-    async def _hold(self, device: Device, *, declared: int | None, headroom: int | None) -> None:
-        ledger = Ledger(device.name, declared_bytes=declared, headroom_bytes=headroom)
+    async def _hold(self, device: Device, described: DeviceConfig) -> None:
+        by_kernel = isinstance(device, HostDevice | SoftDevice)  # which counts at once; a card's figures lag behind
+        ledger = Ledger(
+            device.name,
+            declared_bytes=described.total_bytes,
+            headroom_bytes=described.headroom_bytes,
+            lag_s=0.0 if by_kernel else LAG_S,
+        )
         ledger.observe(device.read())
         breaker = Breaker(device.name)
         remembered = await self._journal.fact(BREAKER_FACT + device.name)
         if remembered is not None:
             record = msgspec.json.decode(remembered, type=BreakerRecord)
             breaker.restore(record.shifted(time.monotonic() - time.time()))
-        self.house.fleet.devices[device.name] = HeldDevice(device.name, device, ledger, breaker)
+        self.house.fleet.devices[device.name] = HeldDevice(
+            device.name, device, ledger, breaker, yield_s=described.yield_s
+        )
 
     # ------------------------------------------------------------------- models
 
@@ -185,29 +220,35 @@ class _Builder:
             threads=max(1, default_threads() // sharers),
         )
         model.flash_attention = cpu.flash_attention
+        host = self.house.fleet.devices[HOST]
+        twin = self._add_route(model, cpu, host, forecast, Scales(shape, Place.HOST, self._learning.lessons("cpu")))
         if held is not None:
-            plan, footprint = self._accelerated(config, cpu, held, shape)
-            self._add_route(model, plan, held, forecast, footprint)
-        self._add_route(model, cpu, self.house.fleet.devices[HOST], forecast, footprint_on_host(shape, cpu))
-        self._order_starts(model)
+            self._add_accelerated(model, cpu, held, forecast, shape)
+        self._order_routes(model, twin)
 
-    def _accelerated(
-        self, config: ModelConfig, cpu: StartModel, held: HeldDevice, shape: ModelShape
-    ) -> tuple[StartModel, Footprint]:
-        """The worker on the accelerator, real or emulated."""
-        if not held.emulated:
+    def _add_accelerated(
+        self, model: ServedModel, cpu: StartModel, held: HeldDevice, forecast: Forecast, shape: ModelShape
+    ) -> None:
+        """The whole model on the device, and, where the configuration allows it, a part of it."""
+        config = model.config
+        lessons = self._learning.lessons(str(held.device.kind))
+        if held.emulated:
+            described = self._config.devices[held.name]
+            variant = cpu_variant(
+                self._facts.best_cpu_variant, self._facts.cpu_variants, equal_arithmetic=described.equal_arithmetic
+            )
+            plan = emulated_plan(cpu, config, variant)
+        else:
             plan = gpu_plan(cpu, config, shape, held.device.engine_device)
-            return plan, footprint_on_card(shape, plan, str(held.device.kind))
-        described = self._config.devices[held.name]
-        variant = cpu_variant(
-            self._facts.best_cpu_variant, self._facts.cpu_variants, equal_arithmetic=described.equal_arithmetic
-        )
-        plan = emulated_plan(cpu, config, variant)
-        return plan, footprint_emulated(shape, plan)
+        scales = Scales(shape, Place.EMULATED if held.emulated else Place.CARD, lessons)
+        whole = self._add_route(model, plan, held, forecast, scales)
+        if config.offload and plan.route == "gpu":
+            part = self._add_route(model, hybrid_plan(plan, emulated=held.emulated), held, forecast, scales)
+            part.whole, part.posture = whole, Posture.DORMANT
 
     def _add_route(
-        self, model: ServedModel, plan: StartModel, held: HeldDevice, forecast: Forecast, footprint: Footprint
-    ) -> None:
+        self, model: ServedModel, plan: StartModel, held: HeldDevice, forecast: Forecast, scales: Scales
+    ) -> Berth:
         lane = model.config.cpu_lane if plan.route == "cpu" else model.config.gpu_lane
         route = Route(
             plan.route,
@@ -218,25 +259,29 @@ class _Builder:
             forecast=forecast,
         )
         fleet = self.house.fleet
+        berth = Berth(route, model, held, fleet.devices[HOST], plan, scales)
         route.replica = Replica(
             f"{model.name}/{plan.route}",
             model=model.name,
             route=plan.route,
             device=held.name,
             kind="llama",
-            plan=lambda: plan,
+            plan=berth.planned,
             events=fleet,
             settings=ReplicaSettings(extra_environment=ENGINE_ENVIRONMENT),
         )
         model.routes[plan.route] = route
         self.house.dispatcher.routes[model.name, plan.route] = route
-        fleet.berths[route.replica.name] = Berth(route, model, held, footprint)
+        fleet.berths[route.replica.name] = berth
+        return berth
 
-    def _order_starts(self, model: ServedModel) -> None:
-        """The CPU twin is warm before the accelerator is asked for anything."""
-        berths = [self.house.fleet.berths[r.replica.name] for r in model.routes.values()]
-        for berth in berths[:-1]:
-            berth.waits_for = berths[-1]
+    def _order_routes(self, model: ServedModel, twin: Berth) -> None:
+        """In order of preference; and the CPU twin is warm before the accelerator is asked for anything."""
+        model.routes = {name: model.routes[name] for name in ROUTE_ORDER if name in model.routes}
+        for route in model.routes.values():
+            berth = self.house.fleet.berths[route.replica.name]
+            if berth is not twin:
+                berth.twin = berth.waits_for = twin
 
     def _text_starts(self, text: TextProcess, identity: Identity) -> None:
         started = WorkerStarted(

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from relevo.config import ModelConfig, flash_attention_of
-from relevo.core.demand import DEVICE_START, Demand, load_options, model_demand
+from relevo.core.demand import Demand
 from relevo.core.events import StartModel
 from relevo.core.shape import ModelShape
 
+RESERVED_BYTES = 128 * 2**20
+"""What a worker's process reserves besides the model; an emulated accelerator counts it. (Seen: 30 MiB.)"""
 PROCESS_BYTES = 512 * 2**20
 """Bound on a worker's private memory besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
-RESERVED_BYTES = 128 * 2**20
-"""What a worker reserves beyond what is resident; an emulated accelerator counts it. Seen: 30 MiB beyond the plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a worker takes: bytes to lease on its device, and its hard bound on private memory."""
-
-    lease_bytes: int
-    data_limit_bytes: int | None
 
 
 def cpu_plan(name: str, config: ModelConfig, path: Path, libraries: Path, *, on_card: bool, threads: int) -> StartModel:
@@ -72,37 +63,21 @@ def emulated_plan(cpu: StartModel, config: ModelConfig, variant: str | None) -> 
     )
 
 
-def demand_on_host(shape: ModelShape, plan: StartModel) -> Demand:
-    """What a CPU worker will take of RAM, by part."""
-    return model_demand(shape, load_options(plan, on_device=False, learned=DEVICE_START["cpu"]))[1]
+def hybrid_plan(whole: StartModel, *, emulated: bool) -> StartModel:
+    """How the same model is started with a part of it in RAM. How large a part is the ladder's business.
+
+    An emulated accelerator has no layers of its own: there the weights stay in RAM as pages of the file, and cells,
+    buffers and process are on the device.
+    """
+    if emulated:
+        return msgspec.structs.replace(whole, route="hybrid", use_mmap=True, repack=False)
+    return msgspec.structs.replace(whole, route="hybrid")
 
 
-def demand_on_card(shape: ModelShape, plan: StartModel, kind: str) -> tuple[Demand, Demand]:
-    """What a worker on a card will take: (of the card, of RAM), by part."""
-    learned = DEVICE_START.get(kind, DEVICE_START["vulkan"])
-    return model_demand(shape, load_options(plan, on_device=True, learned=learned))
+def data_limit_bytes(demand: Demand) -> int:
+    """The hard bound on a CPU worker's private memory: what it was weighed at and a quarter more, and the process.
 
-
-def footprint_on_host(shape: ModelShape, plan: StartModel) -> Footprint:
-    """Mapped weights count in the lease, but not against the worker's private memory."""
-    host = demand_on_host(shape, plan)
-    weights = host.weights_bytes or 0
-    private = host.known_bytes - weights + PROCESS_BYTES + (weights if plan.repack or not plan.use_mmap else 0)
-    unknown = _unknown_bytes(host)
-    return Footprint(host.known_bytes + unknown, private + private // 4 + unknown)
-
-
-def footprint_emulated(shape: ModelShape, plan: StartModel) -> Footprint:
-    """All of the worker's private memory, as the kernel counts it; the device itself keeps the bound."""
-    return Footprint(footprint_on_host(shape, plan).lease_bytes + RESERVED_BYTES, None)
-
-
-def footprint_on_card(shape: ModelShape, plan: StartModel, kind: str) -> Footprint:
-    """What the card must have free."""
-    device, _ = demand_on_card(shape, plan, kind)
-    return Footprint(device.known_bytes + _unknown_bytes(device), None)
-
-
-def _unknown_bytes(demand: Demand) -> int:
-    """Parts without a closed form (a mixture of experts' compute buffer, say) are charged a quarter of the weights."""
-    return (demand.weights_bytes or 0) // 4 if demand.total_bytes is None else 0
+    Mapped pages of the file are not its own, and do not count.
+    """
+    private = demand.private_bytes + PROCESS_BYTES
+    return private + private // 4

@@ -58,6 +58,8 @@ class Route:
         self.fingerprint: str | None = None
         self.waiting_reason: str | None = None
         """Why its worker is not started now, as a sentence."""
+        self.closed_reason: str | None = None
+        """Why it gets no new work although its worker runs, as a sentence."""
 
     def __repr__(self) -> str:
         return f"<Route {self.model}/{self.name}: {self.replica.state}, {self.lane!r}>"
@@ -65,7 +67,7 @@ class Route:
     @property
     def serving(self) -> bool:
         """Whether its worker takes work now."""
-        return self.replica.state is ReplicaState.SERVING
+        return self.replica.state is ReplicaState.SERVING and self.closed_reason is None
 
     def renew_cells(self, ready: Ready) -> None:
         """A new worker has a new pool. Everything that ran on the old one was let go before."""

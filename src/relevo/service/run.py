@@ -28,7 +28,6 @@ from relevo.service.recovery import cut_off_attempts, restore
 _log = logging.getLogger("relevo.run")
 
 SWEEP_S = 0.25
-READ_DEVICES_S = 1.0
 GOVERN_S = 0.05
 WAITING_NEWS_S = 2.0
 STOP_GRACE_S = 5.0
@@ -95,7 +94,7 @@ async def _serve(config: Config, paths: Paths, announce: Announce, open_front: C
             life = [tasks.create_task(part, name=name) for name, part in house.parts()]
             chores = [
                 tasks.create_task(_sweep(house), name="sweep"),
-                tasks.create_task(_read_devices(house), name="read devices"),
+                tasks.create_task(house.watch.run(), name="watch"),
                 tasks.create_task(_govern(house), name="govern"),
                 tasks.create_task(_announce_ready(house, front, paths, recovered, announce), name="announce"),
             ]
@@ -176,7 +175,7 @@ async def _announce_ready(house: House, front: Front, paths: Paths, recovered: i
     warnings = [
         f"{b.route.replica.name}: {b.route.waiting_reason or b.route.replica.state.sentence}"
         for b in house.fleet.berths.values()
-        if not b.route.serving
+        if not b.route.serving and b.shown
     ]
     gap = house.journal.missing_after_crash
     if gap is not None:
@@ -214,13 +213,6 @@ async def _sweep(house: House) -> None:
             news_at = loop.time() + WAITING_NEWS_S
             house.dispatcher.tell_waiting()
             await house.dispatcher.expire_resting(time.time())
-
-
-async def _read_devices(house: House) -> None:
-    while True:
-        await house.fleet.read_devices()
-        house.board.touch()
-        await asyncio.sleep(READ_DEVICES_S)
 
 
 async def _govern(house: House) -> None:

@@ -187,6 +187,8 @@ class RelevoService:
     def _decide(self, model: ServedModel, ask: Ask, prompt: list[int]) -> Admit | Delay | Redirect:
         """Admission's verdict; a refusal is raised."""
         verdict = self._board.decide(model, ask, len(prompt), wanted_outputs(ask, model.config))
+        if isinstance(verdict, Reject) or verdict.route != model.preferred.name:
+            self._board.fleet.loads.wish(model.name)
         if isinstance(verdict, Reject):
             self._metrics.refusals.labels(model.name, verdict.error.code).inc()
             raise verdict.error
@@ -286,7 +288,7 @@ class RelevoService:
                 "context_tokens": m.preferred.context_tokens,
                 "routes": [
                     {"route": r.name, "device": r.device, "emulated": r.emulated, "state": str(r.replica.state)}
-                    for r in m.routes.values()
+                    for r in self._board.shown(m)
                 ],
                 "degraded": m.degraded,
                 "aliases": m.config.aliases,

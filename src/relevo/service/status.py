@@ -28,13 +28,15 @@ from relevo.core.forecast import Eta, Load, estimate
 from relevo.core.handover import Way
 from relevo.core.request import RequestState
 from relevo.replicas.state import ReplicaState
+from relevo.service.berths import Berth, HeldDevice, Posture
+from relevo.service.load_view import load_view
 from relevo.service.metrics import Metrics
 from relevo.service.routes import Route, ServedModel
 from relevo.service.views import relevo_object
 from relevo.service.work import Work
 
 if TYPE_CHECKING:
-    from relevo.service.fleet import Fleet, HeldDevice
+    from relevo.service.fleet import Fleet
 
 STATE_OF: dict[ReplicaState, RouteState] = {
     ReplicaState.STOPPED: RouteState.STOPPED,
@@ -78,8 +80,7 @@ class StatusBoard:
         breaker = berth.held.breaker
         now = time.monotonic()
         state = STATE_OF[route.replica.state]
-        if state is RouteState.BACKING_OFF and not berth.first.is_set():
-            state = RouteState.STARTING  # its first start is only waiting for its turn
+        state = self._state_of(berth, route, state)
         lane = route.lane
         return RouteView(
             route=route.name,
@@ -104,6 +105,16 @@ class StatusBoard:
         )
 
     @staticmethod
+    def _state_of(berth: Berth, route: Route, state: RouteState) -> RouteState:
+        if berth.posture is Posture.DORMANT:
+            return RouteState.STOPPED
+        if state is RouteState.SERVING and route.closed_reason is not None:
+            return RouteState.BACKING_OFF
+        if state is RouteState.BACKING_OFF and (berth.posture is Posture.RESTING or not berth.first.is_set()):
+            return RouteState.STARTING  # it only waits for its turn, or for work
+        return state
+
+    @staticmethod
     def _reopens_in_s(route: Route, probe_s: float | None) -> float | None:
         if probe_s is not None:
             return probe_s
@@ -112,11 +123,16 @@ class StatusBoard:
 
     def _cause(self, route: Route) -> str | None:
         """Why it does not serve, or None when it does."""
-        held = self.fleet.berths[route.replica.name].held
+        berth = self.fleet.berths[route.replica.name]
+        held = berth.held
+        if berth.posture in (Posture.DORMANT, Posture.RESTING):
+            return None
         if held.breaker.state is not BreakerState.CLOSED:
             return f"The breaker of {held.name} is {held.breaker.state}: {held.breaker.cause}"
         if route.serving:
             return None
+        if route.closed_reason is not None:
+            return route.closed_reason
         if route.waiting_reason is not None:
             return route.waiting_reason
         death = route.replica.last_death
@@ -234,18 +250,22 @@ class StatusBoard:
             "version": __version__,
             "reasons": self._reasons(trouble),
             "devices": [self._device(held) for held in self.fleet.devices.values()],
-            "replicas": [self._replica(m, r) for m in self._models.values() for r in m.routes.values()],
-            "lanes": [self._lane(r) for m in self._models.values() for r in m.routes.values()],
+            "replicas": [self._replica(m, r) for m in self._models.values() for r in self.shown(m)],
+            "lanes": [self._lane(r) for m in self._models.values() for r in self.shown(m)],
             "certificate": None,
             "certificate_reason": "No drill has been run on this machine.",
         }
+
+    def shown(self, model: ServedModel) -> list[Route]:
+        """The routes that people should see: not a hybrid one that nothing asks for."""
+        return [route for route in model.routes.values() if self.fleet.berths[route.replica.name].shown]
 
     def _reasons(self, trouble: str | None) -> list[str]:
         causes = [self._cause(r) for m in self._models.values() for r in m.routes.values()]
         return [reason for reason in (trouble, *causes) if reason is not None]
 
     def _device(self, held: HeldDevice) -> dict[str, Any]:
-        view = held.ledger.snapshot()
+        view = held.ledger.snapshot(time.monotonic())
         breaker = held.breaker
         to_wall = time.time() - time.monotonic()
         return {
@@ -254,11 +274,18 @@ class StatusBoard:
             "description": held.device.description,
             "emulated": held.emulated,
             "total_bytes": view.total_bytes,
+            "driver_reserved_bytes": view.driver_reserved_bytes,
+            "reported_free_bytes": view.reported_free_bytes,
             "leased_bytes": view.leased_bytes,
+            "granted_not_visible_bytes": view.granted_not_visible_bytes,
+            "returning_bytes": view.returning_bytes,
             "external_bytes": view.external_bytes,
             "available_bytes": view.available_bytes,
             "headroom_bytes": view.headroom_bytes,
+            "largest_block_bytes": view.largest_block_bytes,
             "pressure": None if view.pressure is None else round(view.pressure, 3),
+            "pressure_stage": str(view.stage),
+            "pressure_reason": view.stage_reason,
             "read_at": None if view.read_at is None else view.read_at + to_wall,
             "reason": view.reason,
             "leases": [{"holder": h.holder, "bytes": h.bytes_, "state": str(h.state)} for h in view.leases],
@@ -289,6 +316,7 @@ class StatusBoard:
             "fingerprint": route.fingerprint,
             "incarnation": replica.incarnation,
             "load_ms": rounded(ready.load_ms) if ready is not None else None,
+            "load": load_view(self.fleet.berths[replica.name]),
             "last_death": None
             if death is None
             else {"cause": death.cause, "kind": death.kind and str(death.kind), "at": death.at},

@@ -1,0 +1,184 @@
+"""What the fleet holds: devices with their ledgers and breakers, and a berth for every route's worker. Records only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from relevo.core.breaker import Breaker
+from relevo.core.demand import Demand
+from relevo.core.described import Described
+from relevo.core.errors import OurBug
+from relevo.core.events import Ready, StartModel
+from relevo.core.ladder import LoadVerdict
+from relevo.core.ledger import Lease, LeaseState, Ledger
+from relevo.devices.device import Device
+from relevo.devices.host import HostDevice
+from relevo.devices.soft import SoftDevice
+from relevo.processes import memory
+from relevo.processes.identity import Identity
+from relevo.service.routes import Route, ServedModel
+from relevo.service.scales import Scales
+
+
+@dataclass(slots=True)
+class HeldDevice:
+    """A device with its ledger and breaker; the fleet owns both."""
+
+    name: str
+    device: Device
+    ledger: Ledger
+    breaker: Breaker
+    yield_s: float = 10.0
+    """How long running work may go on when the memory must be given up."""
+    calm_since: float | None = None
+    """Monotonic; None while a foreign process presses it."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it only plays an accelerator."""
+        return self.device.emulated
+
+    def occupy(self, identity: Identity) -> None:
+        """A worker's process exists. An emulated device keeps its memory limit from here on."""
+        if isinstance(self.device, SoftDevice):
+            self.device.register(identity.pid, identity.start_time)
+
+    def vacate(self, pid: int) -> None:
+        """A worker's process is gone."""
+        if isinstance(self.device, SoftDevice):
+            self.device.forget(pid)
+
+    def observed_bytes(self, ready: Ready) -> int | None:
+        """What a worker holds here: told by the kernel where it can, else the sum of the engine's own buffer lines."""
+        if isinstance(self.device, SoftDevice):
+            return memory.data_bytes(ready.pid)
+        if isinstance(self.device, HostDevice):
+            return memory.resident_bytes(ready.pid)
+        parts = (ready.model_bytes, ready.kv_bytes, ready.compute_bytes)
+        return None if None in parts else sum(p or 0 for p in (*parts, ready.state_bytes))
+
+
+class Posture(Described):
+    """Whether a route's worker is meant to run."""
+
+    WANTED = "wanted", "It is meant to run."
+    DORMANT = "dormant", "It is not needed: the whole model is on the device."
+    RESTING = "resting", "It was proved and rests; its memory is leased, and it is loaded again when work comes."
+    EVICTED = "evicted", "It gave its memory to another model, and is loaded again when it is asked for or has room."
+    LEAVING = "leaving", "It ends its work and gives its memory to a program that is not ours."
+
+
+@dataclass(slots=True)
+class Life:
+    """What is held for one incarnation of a worker."""
+
+    incarnation: int
+    verdict: LoadVerdict
+    leases: list[tuple[HeldDevice, Lease]]
+    identity: Identity | None = None
+    started: float = field(default_factory=time.monotonic)
+    peak_bytes: int = 0
+    """The most it was seen to hold on its device."""
+    recorded_peak_bytes: int = 0
+    """Of that, what was learned from already."""
+
+    @property
+    def start(self) -> StartModel:
+        """How its worker was started."""
+        return self.verdict.start
+
+    @property
+    def demand(self) -> Demand:
+        """What was predicted for its device."""
+        return self.verdict.device_demand
+
+    def lease_on(self, held: HeldDevice) -> Lease | None:
+        """Its lease there, while it holds one."""
+        return next((lease for at, lease in self.leases if at is held and lease.state is not LeaseState.RELEASED), None)
+
+
+@dataclass(slots=True)
+class Berth:
+    """A route's place in the fleet."""
+
+    route: Route
+    model: ServedModel
+    held: HeldDevice
+    host: HeldDevice
+    start: StartModel
+    """As configured; the ladder may reduce it."""
+    scales: Scales
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once its first start succeeded or failed: those that start after it may go."""
+    posture: Posture = Posture.WANTED
+    waits_for: Berth | None = None
+    twin: Berth | None = None
+    """Its model's CPU route; None for that route itself."""
+    whole: Berth | None = None
+    """Of a hybrid route: the route that puts the whole model on the device."""
+    life: Life | None = None
+    verdict: LoadVerdict | None = None
+    """The ladder's last word on it."""
+    refused_at: object = None
+    """The figures by which the ladder last said no."""
+    kept: list[tuple[HeldDevice, Lease]] = field(default_factory=list)
+    """Leases of a resting worker."""
+    known_answer: list[int] | None = None
+    probing: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    wanted_at: float | None = None
+    """When a request last had to go elsewhere because this route was not loaded."""
+    leaves_by: float | None = None
+    load_s: float | None = None
+    proved: bool = False
+    """Whether a real inference ran on it since the service started."""
+
+    def __repr__(self) -> str:
+        return f"<Berth {self.route.replica.name} on {self.held.name}: {self.posture}>"
+
+    def planned(self) -> StartModel:
+        """How the incarnation that starts now is to load. Raises OurBug where none was granted."""
+        if self.life is None:
+            raise OurBug(f"{self!r} has no lease, so it cannot be started.")
+        return self.life.start
+
+    def is_part(self, start: StartModel) -> bool:
+        """Whether a start leaves a part of the model in RAM that its route could have on the device."""
+        if self.held.emulated:
+            return start.use_mmap
+        layers = self.scales.shape.layer_count + 1
+        return start.gpu_layers < layers or start.host_expert_layers > 0
+
+    def host_bytes(self, ready: Ready) -> int | None:
+        """What its worker holds in RAM beside its device, or, of an emulated one, maps there."""
+        if self.held.emulated:
+            return self.life.verdict.host_demand.known_bytes if self.life is not None else None
+        return memory.resident_bytes(ready.pid)
+
+    @property
+    def start_bytes(self) -> int | None:
+        """What it takes of its device as configured; None: not known."""
+        return self.scales.weigh(self.start)[0].total_bytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """What it holds on its device."""
+        lease = self.life.lease_on(self.held) if self.life is not None else None
+        return sum(kept.counted_bytes for _, kept in self.kept) if lease is None else lease.counted_bytes
+
+    @property
+    def loading(self) -> bool:
+        """Whether a worker of it holds a lease and is not ready yet."""
+        return self.life is not None and self.route.replica.ready is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether work runs or waits there."""
+        return bool(self.route.running) or self.route.lane.queued > 0
+
+    @property
+    def shown(self) -> bool:
+        """Whether people should see it: a hybrid route only where it is, or was last, needed."""
+        return self.posture is not Posture.DORMANT

@@ -1,0 +1,139 @@
+"""Memory is weighed, leased and given back: real services on emulated devices that are too small, pressed, or lie."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from relevo.devices.faults import Faults, clear, write
+from relevo.setup.demo import find
+
+from .house import House, assert_idle, wait_for
+
+MIB = 2**20
+Build = Callable[..., House]
+
+
+def config(total_mib: int, models: dict[str, str], device: str = "") -> str:
+    """Models of the demo file on one emulated device; each with its own lines."""
+    tables = [
+        f'[models.{name}]\npath = "{find()}"\ncontext_tokens = 2048\nslots = 2\nflash_attention = false\n{lines}'
+        for name, lines in models.items()
+    ]
+    return f'[devices.gpu0]\nkind = "emulated"\ntotal_bytes = {total_mib * MIB}\n{device}\n' + "\n".join(tables)
+
+
+def ask(house: House, model: str, tokens: int = 4, **more: Any) -> httpx2.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "Say something."}], "max_tokens": tokens}
+    return house.http.post("/v1/chat/completions", json={**body, "ignore_eos": True, "temperature": 0, **more})
+
+
+def replica(house: House, model: str, route: str) -> dict[str, Any]:
+    return next(r for r in house.status()["replicas"] if (r["model"], r["route"]) == (model, route))
+
+
+def device(house: House) -> dict[str, Any]:
+    return next(d for d in house.status()["devices"] if d["name"] == "gpu0")
+
+
+def folder(house: House) -> Path:
+    return house.state / "devices" / "gpu0"
+
+
+def serving(house: House, model: str, route: str) -> Callable[[], bool]:
+    return lambda: any(
+        (r["model"], r["route"], r["state"]) == (model, route, "serving") for r in house.status()["replicas"]
+    )
+
+
+FIXED = "reduce = []\noffload = false\n"
+
+
+def test_of_two_models_that_do_not_fit_together_the_idle_one_gives_way_to_the_one_that_is_asked_for(
+    build: Build,
+) -> None:
+    house = build("--host", "127.0.0.1", config=config(600, {"first": FIXED, "second": FIXED})).start(both_routes=False)
+    wait_for("the first model to be on the device", serving(house, "first", "gpu"))
+    wait_for("the second one's twin to serve", serving(house, "second", "cpu"))
+    held_back = replica(house, "second", "gpu")
+    assert "needs" in held_back["reason"] and "available" in held_back["reason"], "the refusal has its numbers"
+    answer = ask(house, "second")
+    assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
+    assert "needs" in answer.json()["relevo"]["reason"], "whoever is redirected is told why"
+    wait_for("the second model to be loaded when the first is idle", serving(house, "second", "gpu"), 40)
+    assert not serving(house, "first", "gpu")()
+    assert "gave its memory to second/gpu" in replica(house, "first", "gpu")["last_death"]["cause"]
+    assert ask(house, "second").headers["x-relevo-route"] == "gpu"
+    holders = [lease["holder"] for lease in device(house)["leases"]]
+    assert holders == ["second/gpu"]
+    assert_idle(house)
+
+
+def test_a_model_that_does_not_fit_whole_is_loaded_with_less_and_says_what_it_gave_up(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(378, {"m": "least_context_tokens = 512\n"})).start()
+    load = replica(house, "m", "gpu")["load"]
+    assert load["step"] == "reduce" and load["changes"]
+    assert load["context_tokens"] < 2048 and load["predicted"]["total_bytes"] <= 378 * MIB * 0.95
+    answer = ask(house, "m", tokens=1500)
+    assert answer.headers["x-relevo-route"] == "cpu", "a request for the context it gave up goes to the twin"
+    assert "does not fit the gpu route" in answer.json()["relevo"]["reason"]
+
+
+def test_layers_stay_in_ram_when_not_all_fit_and_the_route_says_hybrid(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(400, {"m": "reduce = []\n"})).start(both_routes=False)
+    wait_for("the hybrid route to serve", serving(house, "m", "hybrid"), 40)
+    answer = ask(house, "m")
+    assert answer.headers["x-relevo-route"] == "hybrid" and answer.headers["x-relevo-degraded"] == "true"
+    leases = {d["name"]: [lease["holder"] for lease in d["leases"]] for d in house.status()["devices"]}
+    assert "m/hybrid" in leases["gpu0"] and "m/hybrid" in leases["host"], "both parts are leased"
+
+
+def test_a_neighbour_that_takes_the_headroom_is_given_memory_back_and_nothing_is_lost(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(1024, {"m": "offload = false\n"}, "yield_s = 2.0")).start()
+    assert ask(house, "m").headers["x-relevo-route"] == "gpu"
+    write(folder(house), Faults(external_bytes=700 * MIB))
+    began = time.monotonic()
+    wait_for("the worker to give its memory back", lambda: not device(house)["leases"], 15)
+    assert time.monotonic() - began < 6, "within the stated time"
+    status = device(house)
+    assert status["external_bytes"] >= 690 * MIB
+    answer = ask(house, "m")
+    assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
+    assert answer.json()["relevo"]["reason"]
+    clear(folder(house))
+    wait_for("the GPU to be used again", serving(house, "m", "gpu"), 60)
+    assert ask(house, "m").headers["x-relevo-route"] == "gpu"
+    assert_idle(house)
+
+
+def test_a_device_with_the_bytes_but_not_the_block_is_not_loaded(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(1024, {"m": FIXED}))
+    folder(house).mkdir(parents=True)
+    write(folder(house), Faults(largest_block_bytes=16 * MIB))
+    house.start(both_routes=False)
+    wait_for("the twin to serve", serving(house, "m", "cpu"))
+    wait_for("the refusal", lambda: "one piece" in (replica(house, "m", "gpu")["reason"] or ""), 20)
+    assert ask(house, "m").headers["x-relevo-route"] == "cpu"
+    clear(folder(house))
+    wait_for("the GPU to be used", serving(house, "m", "gpu"), 30)
+
+
+def test_a_twin_that_may_rest_rests_with_its_memory_leased_and_wakes_when_it_is_needed(build: Build) -> None:
+    lines = 'offload = false\nstandby = "mapped"\nrest_after_s = 1.0\n'
+    house = build("--host", "127.0.0.1", config=config(1024, {"m": lines})).start(both_routes=False)
+    wait_for("the GPU to serve", serving(house, "m", "gpu"))
+    wait_for("the twin to rest", lambda: replica(house, "m", "cpu")["load"]["posture"] == "resting", 20)
+    host = next(d for d in house.status()["devices"] if d["name"] == "host")
+    assert [lease["holder"] for lease in host["leases"]] == ["m/cpu"], "its claim stays"
+    assert house.status()["state"] == "ok"
+    assert ask(house, "m").json()["relevo"]["standby"]["route"] == "cpu", "it counts as the way out while it rests"
+    write(folder(house), Faults(lost=True))
+    wait_for("the GPU worker to be gone", lambda: replica(house, "m", "gpu")["state"] != "serving")
+    answer = ask(house, "m")
+    assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
+    assert replica(house, "m", "cpu")["load"]["posture"] == "wanted"
+    assert_idle(house)
