@@ -28,6 +28,9 @@ CONTEXT_HARM: Final = 40.0
 more for being touched at all. Only their order and rough distance matter: prompts a little slower, fewer answers side
 by side, slightly other answers, conversations that do not fit."""
 
+_VAIN: Final = 16
+"""Fewer slots are not tried where all of them together free less than this part of what is missing."""
+
 
 def floor_tokens(wish: LoadWish) -> int:
     """The context below which this load is never reduced."""
@@ -42,33 +45,40 @@ Excess = Callable[[StartModel], "int | None"]
 def least_reduction(wish: LoadWish, start: StartModel, excess: Excess) -> StartModel | None:
     """The start that fits, reduced from `start` with the least harm; None where not even the least does.
 
-    `excess` must be monotone in micro-batch, slots and context. In flash attention and KV type it need not be: a
-    quantized cache can bring a copy larger than what it saves. So each combination of these two is a branch.
+    `excess` must be monotone in slots and context. In flash attention, KV type and micro-batch it need not be: a
+    quantized cache can bring a copy larger than what it saves, and a smaller step can be laid out worse. So it can be
+    had at all where one of the smallest forms fits.
     """
-
-    def holds(candidate: StartModel) -> bool:
-        found = excess(candidate)
-        return found is not None and found <= 0
-
-    floor = floor_tokens(wish) if "context" in wish.allow else start.context_tokens
-    branches = [branch for branch in _branches(wish, start) if holds(_floor_of(wish, branch, floor))]
-    if not branches:
+    if not any(_holds(excess(smallest)) for smallest in most_reduced(wish, start)):
         return None
-    useful = _useful(wish, start, floor, excess)
-    found = _least_harm(useful, start, branches, floor, excess)
-    return found if found is not None or useful is wish else _least_harm(wish, start, branches, floor, excess)
+    useful = _without_vain_slots(wish, start, excess)
+    found = _least_harm(useful, start, excess)
+    return found if found is not None or useful is wish else _least_harm(wish, start, excess)
 
 
-def _least_harm(
-    wish: LoadWish, start: StartModel, branches: list[StartModel], floor: int, excess: Excess
-) -> StartModel | None:
+def _holds(excess_bytes: int | None) -> bool:
+    return excess_bytes is not None and excess_bytes <= 0
+
+
+def _without_vain_slots(wish: LoadWish, start: StartModel, excess: Excess) -> LoadWish:
+    """Without reducing slots where even the fewest free next to nothing of what is missing: a search ends sooner."""
+    slots = _slots(wish, start)
+    missing = excess(start)
+    if len(slots) == 1 or missing is None:
+        return wish
+    fewest = excess(replace(start, slots=slots[-1]))
+    vain = fewest is not None and missing - fewest < missing // _VAIN
+    return replace(wish, allow=wish.allow - {"slots"}) if vain else wish
+
+
+def _least_harm(wish: LoadWish, start: StartModel, excess: Excess) -> StartModel | None:
+    floor = _floor(wish, start)
     found: StartModel | None = None
     least = math.inf
-    for harm, candidate in sorted(_combinations(wish, start, branches), key=lambda pair: pair[0]):
+    for harm, candidate in sorted(_combinations(wish, start), key=lambda pair: pair[0]):
         if harm >= least:
             break
-        whole = excess(candidate)
-        if whole is not None and whole <= 0:
+        if _holds(excess(candidate)):
             return candidate  # in order of harm, and any context costs more than the least found so far
         tokens = _context_to_beat(start.context_tokens, floor, least - harm)
         if tokens < start.context_tokens:
@@ -77,16 +87,6 @@ def _least_harm(
                 found = replace(candidate, context_tokens=context)
                 least = harm + _context_harm(start.context_tokens, context)
     return found
-
-
-def _useful(wish: LoadWish, start: StartModel, floor: int, excess: Excess) -> LoadWish:
-    """The wish without a reduction of slots where fewer of them free nothing, so that it is not tried in vain."""
-    slots = _slots(wish, start)
-    for context, ubatch in ((start.context_tokens, start.ubatch_tokens), (floor, _ubatches(wish, start)[-1])):
-        one = replace(start, context_tokens=context, ubatch_tokens=ubatch)
-        if len(slots) > 1 and excess(one) != excess(replace(one, slots=slots[-1])):
-            return wish
-    return replace(wish, allow=wish.allow - {"slots"})
 
 
 def changes_between(wish: LoadWish, start: StartModel, to: StartModel, scales: Scales) -> tuple[Change, ...]:
@@ -165,21 +165,23 @@ def _slots(wish: LoadWish, start: StartModel) -> list[int]:
     return slots
 
 
-def _floor_of(wish: LoadWish, branch: StartModel, floor: int) -> StartModel:
-    return replace(
-        branch, ubatch_tokens=_ubatches(wish, branch)[-1], slots=_slots(wish, branch)[-1], context_tokens=floor
-    )
+def _floor(wish: LoadWish, start: StartModel) -> int:
+    return floor_tokens(wish) if "context" in wish.allow else start.context_tokens
 
 
 def most_reduced(wish: LoadWish, start: StartModel) -> list[StartModel]:
-    """The smallest forms the load may have, one for each choice of flash attention and KV type."""
-    floor = floor_tokens(wish) if "context" in wish.allow else start.context_tokens
-    return [_floor_of(wish, branch, floor) for branch in _branches(wish, start)]
+    """The smallest forms the load may have: of each choice of flash attention, KV type and micro-batch."""
+    floor, slots = _floor(wish, start), _slots(wish, start)[-1]
+    ubatches = _ubatches(wish, start)[::-1]
+    return [
+        replace(branch, ubatch_tokens=ubatch, slots=slots, context_tokens=floor)
+        for branch, ubatch in product(_branches(wish, start), ubatches)
+    ]
 
 
-def _combinations(wish: LoadWish, start: StartModel, branches: list[StartModel]) -> Iterator[tuple[float, StartModel]]:
+def _combinations(wish: LoadWish, start: StartModel) -> Iterator[tuple[float, StartModel]]:
     """All combinations but the context's, each with its harm."""
-    for branch, ubatch, slots in product(branches, _ubatches(wish, start), _slots(wish, start)):
+    for branch, ubatch, slots in product(_branches(wish, start), _ubatches(wish, start), _slots(wish, start)):
         harm = FLASH_HARM if branch.flash_attention != start.flash_attention else 0.0
         harm += KV_HARM if branch.kv_type != start.kv_type else 0.0
         harm += UBATCH_HARM * math.log2(start.ubatch_tokens / ubatch) + SLOTS_HARM * math.log2(start.slots / slots)
