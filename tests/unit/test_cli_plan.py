@@ -19,6 +19,7 @@ from relevo.cli.weighing import Weighing
 from relevo.core.demand import PARTS
 from relevo.core.dry_run import DryCache, DryRunFigures
 from relevo.core.errors import ConfigError, ModelFileError
+from tests.golden.families_attention import family
 from tests.golden.header_file import Keys, Tensor, write_header
 
 pytestmark = pytest.mark.usefixtures("own_place")
@@ -190,6 +191,16 @@ def test_a_configured_model_is_planned_by_its_name_or_alias(
     assert {row["device"]: row["emulated"] for row in found["fits"]} == {"gpu0": True, "host": False}
     assert plan(capsys, "mine", "--context", "1024")["options"]["context_tokens"] == 1024
     assert "(known: mine)" in refusal(capsys, "yours")
+
+
+def test_the_example_in_the_readme_is_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("    $ relevo plan ")[2].partition("\n\nWeights, KV")[0].splitlines()
+    file, *words = shown[0].split()
+    printed = page(capsys, family("Llama-3.1-8B").write(tmp_path), *words).splitlines()
+    assert file == "Llama-3.1-8B.gguf" and len(shown) > 20
+    for line in shown[1:]:
+        assert line.removeprefix("    ").rstrip() in [said.rstrip() for said in printed], line
 
 
 # ------------------------------------------------------------------------ refusals

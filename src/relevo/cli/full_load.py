@@ -27,7 +27,7 @@ PROMPT_BUDGET_S = 45.0
 PROMPT_LIMIT_S = 60.0
 _SLOWER_FAR_OUT = 1.5
 """How much slower a long prompt may be, a token, than a short one: attention looks at all that came before."""
-_FIRST_TOKENS = 256
+_FIRST_TOKENS = (16, 256)
 _MOST_PROMPT_TOKENS = 150_000  # a frame holds no more
 _PLAIN_TOKEN = 1000
 _POLL_S = 0.05
@@ -120,17 +120,16 @@ class _Load:
         return FullLoad(ready, load_s, tokens, took_s, near_full, self._observed)
 
     async def _read_prompts(self, ready: Ready) -> tuple[int, float, bool]:
-        """A short prompt tells the speed; then the longest one that the budget and the context allow."""
-        start = self._start
-        rows = max(start.ubatch_tokens, _FIRST_TOKENS)
-        full = min(start.context_tokens, ready.cells) - 2
-        first = min(rows, full)
-        took_s = await self._prompt(1, first, ready.vocabulary_tokens)
-        affordable = int(first / max(took_s, 1e-6) / _SLOWER_FAR_OUT * PROMPT_BUDGET_S)
-        tokens = min(full, _MOST_PROMPT_TOKENS, max(affordable, first))
-        if tokens > first:
-            took_s = await self._prompt(2, tokens, ready.vocabulary_tokens)
-        return tokens, took_s, tokens >= full - start.ubatch_tokens
+        """Short prompts tell the speed; then the longest one that the budget and the context allow."""
+        full = min(self._start.context_tokens, ready.cells) - 2
+        tokens, took_s = 0, 0.0
+        for number, wanted in enumerate((*_FIRST_TOKENS, _MOST_PROMPT_TOKENS)):
+            affordable = int(tokens / took_s / _SLOWER_FAR_OUT * PROMPT_BUDGET_S) if took_s else wanted
+            if affordable <= tokens or tokens == full:
+                break
+            tokens = min(full, wanted, affordable)
+            took_s = max(1e-6, await self._prompt(number, tokens, ready.vocabulary_tokens))
+        return tokens, took_s, tokens >= full - self._start.ubatch_tokens
 
     async def _prompt(self, number: int, tokens: int, vocabulary_tokens: int) -> float:
         """Seconds for a prompt of so many tokens and one token of output. Cut off after the limit."""

@@ -116,6 +116,7 @@ def _fits_view(row: Fits) -> dict[str, Any]:
         "holders": [{"holder": held.holder, "bytes": held.bytes_} for held in target.holders],
         "max_context_tokens": row.max_context_tokens,
         "max_context_reason": row.max_context_reason,
+        "max_context_q8_tokens": row.max_context_q8_tokens,
     }
 
 
@@ -316,6 +317,9 @@ def choice_lines(plan: Plan) -> list[str]:
             lines += [_step_line(number, change) for number, change in enumerate(verdict.would_fit, 1)]
         elif verdict.missing_bytes:
             lines.append(f"{bytes_text(verdict.missing_bytes)} more would be enough for its smallest form.")
+    more, asked = plan.asked.max_context_q8_tokens, plan.sizing.start.context_tokens
+    if more is not None and (plan.asked.max_context_tokens or 0) < min(more, asked):
+        lines.append(f"With --kv-type q8_0 a context of {more} tokens would fit.")
     if target.holders and str(verdict.step) != "admit" and "held by" not in verdict.reason:
         held = ", ".join(f"{plain(one.holder)} {bytes_text(one.bytes_)}" for one in target.holders if one.bytes_)
         lines.append(f"Its memory is held by: {held or 'nobody of this house'}.")

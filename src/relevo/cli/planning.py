@@ -37,6 +37,8 @@ class Fits:
     max_context_tokens: int | None
     """With all else as asked; None: not known, as `max_context_reason` says."""
     max_context_reason: str | None = None
+    max_context_q8_tokens: int | None = None
+    """The same with a KV cache of q8_0; None: not known, or that is what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +208,15 @@ def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:
         reason = target.reason
     elif need.total_bytes is None:
         reason = next(iter(need.reasons.values()), "A part of what it needs is not known.")
-    largest = None if reason else largest_context(wish, device, host.view(), scales.weigh)
-    return Fits(target, verdict, need.total_bytes, largest, reason)
+    if reason is not None:
+        return Fits(target, verdict, need.total_bytes, None, reason)
+    largest = largest_context(wish, device, host.view(), scales.weigh)
+    start, smaller = wish.start, None
+    if start.kv_type == "f16" and start.profile == "fast":
+        quantized = replace(start, kv_type="q8_0", flash_attention=True)
+        if scales.knows(quantized):
+            smaller = largest_context(replace(wish, start=quantized), device, host.view(), scales.weigh)
+    return Fits(target, verdict, need.total_bytes, largest, None, smaller)
 
 
 def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[StoragePlace, ...]:
