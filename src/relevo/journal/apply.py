@@ -11,12 +11,17 @@ from typing import Any
 import apsw
 
 from relevo.core.errors import RelevoError, RequestNotFound
+from relevo.core.learned import KEPT_PER_KEY
 from relevo.journal import operations as op
 from relevo.journal.packing import pack_tokens
 from relevo.journal.records import ENDED_STATES, OPEN_STATES
 from relevo.journal.statements import statements
 
 SEED_LIMIT = 2**64
+MEASUREMENTS_PER_KEY = KEPT_PER_KEY
+MEASUREMENTS = 4096
+"""Of all keys together: models, options and devices come and go."""
+MEASUREMENT_BYTES = 16384
 
 
 class Applier:
@@ -162,6 +167,13 @@ class Applier:
     def _put_fact(self, o: op.PutFact) -> None:
         self._execute(statements()["put_fact"], (o.key, o.value, self._now()))
 
+    def _add_measurement(self, o: op.AddMeasurement) -> None:
+        if len(_bytes(o.value)) > MEASUREMENT_BYTES:
+            raise ValueError(f"a measurement has at most {MEASUREMENT_BYTES} bytes")
+        self._execute(statements()["add_measurement"], (o.key, o.engine, o.driver, o.at, o.value))
+        self._execute(statements()["forget_measurements_of_key"], (o.key, MEASUREMENTS_PER_KEY))
+        self._execute(statements()["forget_measurements"], (MEASUREMENTS,))
+
     def _blank(self, o: op.BlankPayload) -> None:
         number, state = self._find(o.id)
         if state not in ENDED_STATES:
@@ -201,5 +213,6 @@ _APPLY: dict[type, Callable[[Applier, Any], None]] = {
     op.WorkerStarted: Applier._worker_started,
     op.WorkerGone: Applier._worker_gone,
     op.PutFact: Applier._put_fact,
+    op.AddMeasurement: Applier._add_measurement,
     op.BlankPayload: Applier._blank,
 }

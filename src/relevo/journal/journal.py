@@ -22,6 +22,7 @@ from relevo.journal.records import (
     Counts,
     EventRecord,
     Gap,
+    MeasurementRecord,
     RequestRecord,
     RequestSummary,
     WorkerRecord,
@@ -36,6 +37,7 @@ T = TypeVar("T")
 Requests = list[RequestRecord]
 Events = list[EventRecord]
 Workers = list[WorkerRecord]
+Measurements = list[MeasurementRecord]
 Gaps = list[Gap]
 Ids = list[str]
 
@@ -243,6 +245,12 @@ class Journal:
     async def facts(self, prefix: str = "") -> dict[str, bytes]:
         """All remembered values whose key begins so."""
         return await self._ask(lambda reads: reads.facts(prefix))
+
+    async def measurements(
+        self, key: str | None = None, *, engine: str | None = None, driver: str | None = None
+    ) -> Measurements:
+        """What loads taught about memory, oldest first. None: of all keys, engines, drivers."""
+        return await self._ask(lambda reads: reads.measurements(key, engine=engine, driver=driver))
 
     async def counts(self) -> Counts:
         """Requests by state since the journal was made, and the used size of the file."""

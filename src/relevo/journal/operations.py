@@ -146,6 +146,16 @@ class PutFact(_Operation, frozen=True, kw_only=True):
     value: bytes  # JSON
 
 
+class AddMeasurement(_Operation, frozen=True, kw_only=True):
+    """Keep what a load or run taught about memory. The oldest go: of this key, and of all when there are too many."""
+
+    key: str  # model, device and options, in one text
+    engine: str  # kind and build
+    driver: str
+    at: float
+    value: bytes  # JSON, at most apply.MEASUREMENT_BYTES
+
+
 class BlankPayload(_Operation, frozen=True, kw_only=True):
     """Remove what an ended request said and got, now. Its states, digests and counts stay."""
 
@@ -163,5 +173,6 @@ Operation = (
     | WorkerStarted
     | WorkerGone
     | PutFact
+    | AddMeasurement
     | BlankPayload
 )

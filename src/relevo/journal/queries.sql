@@ -55,6 +55,15 @@ DELETE FROM workers WHERE boot <> ?;
 INSERT INTO facts (key, value, at) VALUES (?, ?, ?)
 ON CONFLICT (key) DO UPDATE SET value = excluded.value, at = excluded.at;
 
+-- name: add_measurement
+INSERT INTO measurements (key, engine, driver, at, value) VALUES (?, ?, ?, ?, ?);
+
+-- name: forget_measurements_of_key
+DELETE FROM measurements WHERE number IN (SELECT number FROM measurements WHERE key = ? ORDER BY number DESC LIMIT -1 OFFSET ?);
+
+-- name: forget_measurements
+DELETE FROM measurements WHERE number IN (SELECT number FROM measurements ORDER BY number DESC LIMIT -1 OFFSET ?);
+
 -- name: add_gap
 INSERT INTO gaps (at, commits_from, commits_to, numbers_from, numbers_to) VALUES (?, ?, ?, ?, ?);
 
@@ -141,6 +150,14 @@ SELECT value FROM facts WHERE key = ?;
 
 -- name: facts
 SELECT key, value FROM facts WHERE substr(key, 1, length(?1)) = ?1 ORDER BY key;
+
+-- name: measurements
+SELECT key, engine, driver, at, value FROM measurements
+WHERE (:engine IS NULL OR engine = :engine) AND (:driver IS NULL OR driver = :driver) ORDER BY number;
+
+-- name: measurements_of_key
+SELECT key, engine, driver, at, value FROM measurements
+WHERE key = :key AND (:engine IS NULL OR engine = :engine) AND (:driver IS NULL OR driver = :driver) ORDER BY number;
 
 -- name: totals
 SELECT state, requests FROM totals;

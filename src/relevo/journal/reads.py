@@ -14,6 +14,7 @@ from relevo.journal.records import (
     Counts,
     EventRecord,
     Gap,
+    MeasurementRecord,
     Move,
     RequestRecord,
     RequestSummary,
@@ -91,6 +92,14 @@ class Reads:
     def facts(self, prefix: str = "") -> dict[str, bytes]:
         """All remembered values whose key begins so."""
         return {row[0]: row[1] for row in self._rows("facts", (prefix,))}
+
+    def measurements(
+        self, key: str | None = None, *, engine: str | None = None, driver: str | None = None
+    ) -> list[MeasurementRecord]:
+        """What loads taught about memory, oldest first. None: of all keys, engines, drivers."""
+        values = {"engine": engine, "driver": driver} | ({} if key is None else {"key": key})
+        rows = self._rows("measurements" if key is None else "measurements_of_key", values)
+        return [MeasurementRecord(*row) for row in rows]
 
     def counts(self) -> Counts:
         """How many requests are in each state, from running totals, and the used size of the file."""

@@ -121,6 +121,16 @@ class WorkerRecord(_Record, frozen=True):
     at: float
 
 
+class MeasurementRecord(_Record, frozen=True):
+    """What a load or run taught about memory. `value` is JSON, as it was handed over."""
+
+    key: str
+    engine: str
+    driver: str
+    at: float
+    value: bytes
+
+
 class Counts(_Record, frozen=True):
     """How many requests are in each state, since the journal was made (deleted ones included), and its size."""
 

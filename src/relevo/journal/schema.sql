@@ -133,6 +133,18 @@ CREATE TABLE facts (
   at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
 
+-- What real loads and runs taught about memory: observations and failed allocations, oldest first.
+-- Bounded: the newest of each key, and in all (apply.py).
+CREATE TABLE measurements (
+  number INTEGER PRIMARY KEY,
+  key TEXT NOT NULL,                     -- model, device and options, in one text
+  engine TEXT NOT NULL,                  -- its kind and build
+  driver TEXT NOT NULL,
+  at REAL NOT NULL,
+  value BLOB NOT NULL                    -- JSON of core.learned.Record
+) STRICT;
+CREATE INDEX measurements_of_key ON measurements (key, number);
+
 -- Announced losses: commits that were acknowledged and were not in the file at start.
 CREATE TABLE gaps (
   at REAL NOT NULL,

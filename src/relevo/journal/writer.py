@@ -22,7 +22,15 @@ import msgspec
 from relevo.core.errors import JournalUnavailable, RelevoError
 from relevo.journal.apply import Applier
 from relevo.journal.folder import HighWater, Reserve
-from relevo.journal.operations import AcceptRequest, AddEvent, BlankPayload, EndRequest, Operation, SaveCheckpoint
+from relevo.journal.operations import (
+    AcceptRequest,
+    AddEvent,
+    AddMeasurement,
+    BlankPayload,
+    EndRequest,
+    Operation,
+    SaveCheckpoint,
+)
 from relevo.journal.reads import Reads, read_mark
 from relevo.journal.records import Condition, WriterStats
 from relevo.journal.retention import Limits, Retention, remove
@@ -292,10 +300,10 @@ class Writer:
         )
 
     def _settle(self, batch: list[Submission]) -> None:
-        _deliver([(s.loop, s.future, None, s.error) for s in batch])
-        if self._files:
+        if self._files:  # who is told that a payload was blanked may rely on its file being gone
             remove(self._files)
             self._files = []
+        _deliver([(s.loop, s.future, None, s.error) for s in batch])
         if self._wal_pages >= WAL_PAGES:
             self._checkpoint()
 
@@ -441,6 +449,8 @@ def _size_bytes(operation: Operation) -> int:
             return len(operation.result or b"")
         case AddEvent():
             return len(operation.payload)
+        case AddMeasurement():
+            return len(operation.value)
         case _:
             return 0
 
