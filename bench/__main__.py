@@ -1,6 +1,6 @@
 """`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER]`: measurements, printed as Markdown.
 
-Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults. None named: all.
+Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults decisions. None named: all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.figures import Report, machine
 
-CASES = ("latency", "gateway", "accepts", "journal", "faults", "engine", "pause")
+CASES = ("latency", "gateway", "accepts", "journal", "decisions", "faults", "engine", "pause")
 
 
 def main() -> None:

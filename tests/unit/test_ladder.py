@@ -20,6 +20,7 @@ from relevo.core.ladder import (
     may_restore,
     who_yields,
 )
+from relevo.core.search import largest_that_fits
 from tests.unit.small_model import DENSE, EXPERTS, FULL, MIB, START, SmallModel, gpu, holder, idle, ram, wish
 
 ALL = frozenset({"flash_attention", "ubatch", "slots", "kv_type", "context"})
@@ -348,6 +349,36 @@ def test_the_two_thresholds_do_not_meet() -> None:
             taken = (verdict.device_demand.total_bytes or 0) // MIB
             view = gpu(mib - taken, holder("chat/gpu", taken))
             assert may_restore(verdict.start, wish(), view, ram(), DENSE.weigh) is None
+
+
+# -- few looks
+
+
+def test_a_decision_weighs_few_starts() -> None:
+    """A weighing may replay the engine's layout, so a search must not try everything."""
+    weighed: list[StartModel] = []
+
+    def weigh(start: StartModel) -> tuple[Demand, Demand]:
+        weighed.append(start)
+        return DENSE.weigh(start)
+
+    for mib in range(0, 1600, 100):
+        weighed.clear()
+        decide_load(wish(allow=ALL, offload=True, least_context_tokens=512), gpu(mib), ram(), weigh)
+        assert len(weighed) == len(set(weighed)) <= 40
+    weighed.clear()
+    largest_context(wish(), gpu(1528), ram(), weigh)
+    assert len(weighed) <= 6
+
+
+def test_the_largest_that_fits_is_found_however_uneven_the_growth() -> None:
+    for limit in range(101):
+        for grows in (lambda n: n, lambda n: n * n, lambda n: 0 if n < 60 else 10_000 * n, lambda n: n // 7):
+            fitting = [n for n in range(3, 101) if grows(n) <= grows(limit)]
+            found = largest_that_fits(3, 100, lambda n, grows=grows, limit=limit: grows(n) - grows(limit))
+            assert found == (max(fitting) if fitting else None)
+    assert largest_that_fits(0, 9, lambda n: None if n > 4 else 0) == 4
+    assert largest_that_fits(0, 9, lambda n: None) is None
 
 
 # -- beside the ladder
