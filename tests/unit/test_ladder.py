@@ -235,6 +235,7 @@ def test_a_model_larger_than_all_memory_is_read_from_storage_where_that_is_allow
     verdict = decide(10, host=ram(500), from_storage=True)
     assert (verdict.step, verdict.start.repack, verdict.start.use_mmap) == (Step.REDIRECT, False, True)
     assert verdict.storage_bytes == (1516 - 500) * MIB
+    assert verdict.reason.endswith("1016 MiB of its weights are read from storage for every token.")
 
 
 def test_a_cpu_route_is_weighed_against_the_host_alone() -> None:

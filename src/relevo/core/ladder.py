@@ -176,16 +176,18 @@ class _Ladder:
         cpu = wish.cpu_start or _on_cpu(wish.start)
         load = self.scales.load(cpu)
         need = self._cpu_bytes(load)
-        if need is None or not self._host_takes(need):
+        if not self._host_takes(need):
             if not wish.from_storage:
                 return None
             load = self.scales.load(_mapped(cpu))
-            need = self._cpu_bytes(self.stored.load(load.start))
-            if need is None or not self._host_takes(need):
+            need = self._cpu_bytes(load)
+            if not self._host_takes(self._cpu_bytes(self.stored.load(load.start))):
                 return None
-        whole = self._cpu_bytes(load) or 0
-        room = (self.host.available_bytes or 0) + wish.cpu_held_bytes
+        whole = wish.cpu_held_bytes or need or 0
+        beyond = 0 if wish.cpu_held_bytes else max(0, whole - (self.host.available_bytes or 0))
         takes = f"Its requests go to the {cpu.route} route, which takes {size_text(whole)} of {self.host.name}."
+        if beyond:
+            takes += f" {_from_storage(beyond)}"
         return LoadVerdict(
             step=Step.REDIRECT,
             start=load.start,
@@ -195,16 +197,18 @@ class _Ladder:
             reason=f"{self._short()} {takes}",
             available_bytes=self.device.available_bytes,
             standby=self._standby(0),
-            storage_bytes=max(0, whole - room),
+            storage_bytes=beyond,
             holders=self.device.holders,
         )
 
-    def _host_takes(self, need_bytes: int) -> bool:
-        more = need_bytes - self.wish.cpu_held_bytes
-        if more <= 0:
+    def _host_takes(self, need_bytes: int | None) -> bool:
+        """Whether the CPU route is loaded already, or the host has room for it."""
+        if self.wish.cpu_held_bytes > 0:
             return True
         there = self.host.available_bytes
-        return self.host.pressure != "critical" and there is not None and more <= there
+        if need_bytes is None or there is None or self.host.pressure == "critical":
+            return False
+        return need_bytes <= there
 
     @staticmethod
     def _cpu_bytes(load: Load) -> int | None:
@@ -221,10 +225,8 @@ class _Ladder:
         if change:
             sentences += ["It would fit like this:", *(each.sentence for each in change)]
         elif missing:
-            least = "in its smallest form " if self.wish.allow else ""
-            sentences.append(
-                f"{size_text(missing)} more of {self.device.name} would be enough {least}.".replace(" .", ".")
-            )
+            form = " in its smallest form" if self.wish.allow else ""
+            sentences.append(f"{size_text(missing)} more of {self.device.name} would be enough{form}.")
         return LoadVerdict(
             step=Step.REJECT,
             start=load.start,
@@ -293,7 +295,7 @@ class _Ladder:
         host_bytes = (load.device_bytes if self.wish.on_cpu else load.host_bytes) or 0
         beyond = max(0, host_bytes - (self.host.available_bytes or 0)) if step is Step.OFFLOAD else 0
         if beyond:
-            sentences.append(f"{size_text(beyond)} of its weights are read from storage for every token.")
+            sentences.append(_from_storage(beyond))
         return LoadVerdict(
             step=step,
             start=load.start,
@@ -332,11 +334,15 @@ class _Ladder:
         wish, host = self.wish, self.host
         if wish.on_cpu or not wish.redirect:
             return None
-        ram = self._cpu_bytes(self.scales.load(wish.cpu_start or _on_cpu(wish.start)))
+        ram = wish.cpu_held_bytes or self._cpu_bytes(self.scales.load(wish.cpu_start or _on_cpu(wish.start)))
         if host.available_bytes is not None:
             left = max(0, host.available_bytes - host_bytes) + wish.cpu_held_bytes
             host = replace(host, available_bytes=left)
         return choose_standby(wish.recovery_budget_s, wish.cpu_load_s, wish.cpu_mapped_load_s, ram, host)
+
+
+def _from_storage(bytes_: int) -> str:
+    return f"{size_text(bytes_)} of its weights are read from storage for every token."
 
 
 def _mapped(start: StartModel) -> StartModel:

@@ -90,7 +90,7 @@ class LoadWish(msgspec.Struct, frozen=True, kw_only=True):
     cpu_start: StartModel | None = None
     """Its CPU route's load; None: `start` without a device."""
     cpu_held_bytes: int = 0
-    """What its CPU route holds of the host already."""
+    """What its CPU route has leased of the host already, which is then all it needs; 0: it is not loaded."""
     recovery_budget_s: float = 10.0
     cpu_load_s: float | None = None
     """Measured load of its CPU route from storage; None: not measured."""
