@@ -80,7 +80,7 @@ def test_pages_of_files_that_can_be_dropped_are_free(unified: Path) -> None:
     group_v2(unified, "/ai.slice", memory_stat=f"anon 5\ninactive_file {GIB}")
     assert HostDevice(root=unified).read().free_bytes == 3 * GIB
     group_v2(unified, "/ai.slice", memory_stat=f"inactive_file {99 * GIB}")  # cannot be: no more than is used
-    assert HostDevice(root=unified).read().free_bytes == 8 * GIB
+    assert ControlGroups(unified).memory_limits()[0].left_bytes == 8 * GIB
 
 
 def test_a_neighbour_in_no_group_still_takes_the_machines_memory(unified: Path) -> None:
@@ -101,6 +101,14 @@ def test_a_group_outside_the_containers_view_is_read_where_it_is_mounted(tmp_pat
     write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere")
     write(tmp_path, "proc/self/mountinfo", "30 23 0:26 /../.. /sys/fs/cgroup ro - cgroup2 cgroup rw")
     group_v2(tmp_path, "", memory_max=GIB, memory_current=0)
+    assert [limit.limit_bytes for limit in ControlGroups(tmp_path).memory_limits()] == [GIB]
+
+
+def test_no_file_outside_the_mount_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/../other")
+    write(tmp_path, "proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup rw")
+    group_v2(tmp_path, "", memory_max=GIB, memory_current=0)
+    group_v2(tmp_path, "/../other", memory_max=MIB, memory_current=0)
     assert [limit.limit_bytes for limit in ControlGroups(tmp_path).memory_limits()] == [GIB]
 
 
