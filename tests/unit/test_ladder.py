@@ -259,9 +259,9 @@ def test_a_refusal_says_what_is_needed_who_holds_it_and_the_smallest_change() ->
     assert verdict.step is Step.REJECT
     assert verdict.reason == (
         "chat needs 1.5 GiB of gpu0 (weights 1.0 GiB, KV 320 MiB, compute 128 MiB, driver context 20.0 MiB, "
-        "margin 10.0 MiB), and 1.3 GiB is available. It is held by: speech 500 MiB, other programs and what is kept "
-        "free 200 MiB. It would fit like this: Prompts are read 128 tokens at a time instead of 512, which frees "
-        "96.0 MiB. The KV cache is kept as q8_0 instead of f16, which frees 160 MiB."
+        "margin 10.0 MiB), and 1.3 GiB is available: 228 MiB too little. It is held by: speech 500 MiB, other programs "
+        "and what is kept free 200 MiB. It would fit like this: Prompts are read 128 tokens at a time instead of 512, "
+        "which frees 96.0 MiB. The KV cache is kept as q8_0 instead of f16, which frees 160 MiB."
     )
     assert {change.what: change.to for change in verdict.would_fit} == {"ubatch_tokens": 128, "kv_type": "q8_0"}
     assert verdict.missing_bytes == 228 * MIB
@@ -271,6 +271,11 @@ def test_a_refusal_that_no_change_can_help_says_how_much_is_missing() -> None:
     verdict = decide(100, redirect=False, host=ram(100))
     assert (verdict.would_fit, verdict.missing_bytes) == ((), 1428 * MIB)
     assert verdict.reason.endswith("1.4 GiB more of gpu0 would be enough.")
+    verdict = decide(100, redirect=False, host=ram(5), allow=frozenset({"ubatch"}))
+    assert verdict.reason.endswith(
+        "1.3 GiB more of gpu0 and 13.0 MiB more of host would be enough in its smallest form."
+    )
+    assert decide(2000, redirect=False, host=ram(5)).reason.endswith("13.0 MiB more of host would be enough.")
 
 
 # -- unknown is no

@@ -10,6 +10,7 @@ type, which are tried both ways. A verdict takes between one weighing and a few 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -220,13 +221,17 @@ class _Ladder:
     def _reject(self) -> LoadVerdict:
         load = self.scales.load(self.wish.start)
         change = () if self.device.pressure == "critical" else self._smallest_change()
-        missing = self._missing_bytes()
+        missing, of_host = self._missing_bytes()
         sentences = [self._short(), *self._who_holds()]
+        more = [(missing, self.device.name), (of_host, self.host.name)]
+        lacks = [f"{size_text(lack)} more of {name}" for lack, name in more if lack]
         if change:
             sentences += ["It would fit like this:", *(each.sentence for each in change)]
-        elif missing:
+        elif self.device.pressure == "critical":
+            sentences.append("It is decided anew when they give memory back.")
+        elif lacks:
             form = " in its smallest form" if self.wish.allow else ""
-            sentences.append(f"{size_text(missing)} more of {self.device.name} would be enough{form}.")
+            sentences.append(f"{' and '.join(lacks)} would be enough{form}.")
         return LoadVerdict(
             step=Step.REJECT,
             start=load.start,
@@ -242,11 +247,13 @@ class _Ladder:
 
     # -- what a refusal says
 
-    def _missing_bytes(self) -> int | None:
-        there = self.emptied.device_bytes
-        needs = [self.scales.load(start).device_bytes for start in most_reduced(self.wish, self.wish.start)]
-        known = [need for need in needs if need is not None]
-        return None if there is None or not known else max(0, min(known) - there)
+    def _missing_bytes(self) -> tuple[int | None, int | None]:
+        """(of the device, of the host): what its smallest form lacks after everything that is allowed."""
+        room, found = self.emptied, []
+        for start in most_reduced(self.wish, self.wish.start):
+            load = self.scales.load(start)
+            found.append((_lack(load.device_bytes, room.device_bytes), _lack(load.host_bytes, room.host_bytes)))
+        return min(found, key=lambda lacks: tuple(math.inf if lack is None else lack for lack in lacks))
 
     def _smallest_change(self) -> tuple[Change, ...]:
         """What would fit if its policy allowed all: the least reduction, else a part of it in RAM."""
@@ -339,6 +346,10 @@ class _Ladder:
             left = max(0, host.available_bytes - host_bytes) + wish.cpu_held_bytes
             host = replace(host, available_bytes=left)
         return choose_standby(wish.recovery_budget_s, wish.cpu_load_s, wish.cpu_mapped_load_s, ram, host)
+
+
+def _lack(need_bytes: int | None, there_bytes: int | None) -> int | None:
+    return None if need_bytes is None or there_bytes is None else max(0, need_bytes - there_bytes)
 
 
 def _from_storage(bytes_: int) -> str:

@@ -170,7 +170,7 @@ def why_not(load: Load, room: Room, device: DeviceView, host: DeviceView) -> str
             return f"What is free on {view.name} is not known. {view.reason or 'No reason was given.'}"
         if need > there:
             needs = f"{name} needs {size_text(need)} of {view.name} ({parts_text(demand)})"
-            return f"{needs}, and {size_text(there)} is available."
+            return f"{needs}, and {size_text(there)} is available: {size_text(need - there)} too little."
     if room.block_bytes is not None and load.block_bytes > room.block_bytes:
         return (
             f"{name} needs {size_text(load.block_bytes)} of {device.name} in one piece, "
