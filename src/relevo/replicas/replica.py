@@ -20,6 +20,7 @@ from relevo.core.errors import RelevoError
 from relevo.core.events import (
     AttemptEnded,
     Cancel,
+    Extend,
     FromWorker,
     Prefilled,
     Probe,
@@ -202,6 +203,12 @@ class Replica:
         """Start an attempt. Raises ReplicaNotServing (nothing was sent), or WireError when the frame is too large."""
         life = self._serving_life()
         life.send(frame)
+
+    def extend(self, frame: Extend) -> None:
+        """Let a choice of an attempt go further. Harmless when there is no worker any more."""
+        if self._life is not None:
+            with contextlib.suppress(WireError):
+                self._life.send(frame)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Stop an attempt at the end of its step. Harmless when there is no worker any more."""

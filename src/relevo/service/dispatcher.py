@@ -29,6 +29,7 @@ from relevo.journal.records import RequestRecord
 from relevo.replicas.death import Death
 from relevo.replicas.replica import ReplicaNotServing
 from relevo.service.endings import Endings
+from relevo.service.growth import Growth
 from relevo.service.metrics import Metrics
 from relevo.service.records import Recorder
 from relevo.service.routes import Route
@@ -95,6 +96,7 @@ class Dispatcher:
             retention_s=retention_s,
         )
         self.routes: dict[tuple[str, str], Route] = {}
+        self._growth = Growth(metrics, wall)
 
     # ------------------------------------------------------------ entering
 
@@ -123,7 +125,9 @@ class Dispatcher:
         return ChangeState(id=work.request_id, old=str(old), new=str(work.state), at=self._wall())
 
     def pump(self, route: Route) -> None:
-        """Start what may start on a route, end what waited too long."""
+        """Give cells to whoever is parked on a route, start what may start there, end what waited too long."""
+        if route.parked:
+            self._growth.share_out(route)
         now = self._clock()
         starts = route.lane.start_next(now, lambda holder: self._fits(route, self.works[holder]))
         for holder in starts.expired:
@@ -143,10 +147,10 @@ class Dispatcher:
             return False
         if route.running and (work.suspect or any(other.suspect for other in route.running.values())):
             return False  # a suspect runs alone
-        work.cells = route.lease_cells(work)
-        if work.cells is not None:
+        fits = self._growth.lease(route, work)
+        if fits:
             route.running[work.request_id] = work
-        return work.cells is not None
+        return fits
 
     def _put_back(self, route: Route, work: Work) -> None:
         self._let_go(route, work)
@@ -157,7 +161,7 @@ class Dispatcher:
             request_id=work.request_id,
             attempt=work.attempt + 1,
             prompt_tokens=work.prompt_tokens,
-            choices=[c.start() for c in work.open_choices],
+            choices=work.starts(),
             sampling=work.sampling,
             stop=work.ask.stop,
             logprobs=work.ask.logprobs,
@@ -197,6 +201,8 @@ class Dispatcher:
                 self._take_piece(route, piece)
         elif isinstance(frame, AttemptEnded):
             self._take_end(route, frame)
+        elif (work := self._current(route, frame.request_id, frame.attempt)) is not None:
+            self._growth.read(route, work, frame)
 
     def _current(self, route: Route, request_id: str, attempt: int) -> Work | None:
         work = route.running.get(request_id)
@@ -212,6 +218,7 @@ class Dispatcher:
         if work.first_output_at is None:
             self._note_first_output(route, work)
         work.add_piece(piece)
+        self._growth.follow(route, work, piece)
         self._recorder.progressed(work)
 
     def _note_first_output(self, route: Route, work: Work) -> None:
@@ -227,12 +234,16 @@ class Dispatcher:
         if work is None:
             return
         self._learn(route, work, frame)
-        self._recorder.attempt_ended(work, frame.outcome, frame.code, frame.message)
+        gives_way = work.gives_way if frame.outcome == "cancelled" else None
+        self._recorder.attempt_ended(work, frame.outcome, frame.code, gives_way or frame.message)
         self._let_go(route, work)
         if work.cancel_requested:
             self.endings.cancel(work)
         elif frame.outcome == "completed":
             self.endings.complete(work)
+        elif gives_way is not None:
+            work.gave_way += 1
+            self.lose(work, route, gives_way, gave_way=True)
         elif frame.code == "invalid":
             self.endings.fail(work, EngineFailed(f"The engine refused the request: {frame.message}"))
         else:
@@ -242,6 +253,9 @@ class Dispatcher:
     def _learn(self, route: Route, work: Work, frame: AttemptEnded) -> None:
         """Teach the forecast what this attempt took."""
         completed = frame.outcome == "completed"
+        if completed and work.ask.max_output_tokens is None and not work.ask.ignore_eos:
+            for choice in work.choices:
+                route.forecast.outputs.add(len(choice.tokens))
         route.forecast.observe(
             route.name,
             max(1, len(route.running)),
@@ -259,9 +273,7 @@ class Dispatcher:
         """The attempt holds nothing on the route any more. Safe to call twice."""
         route.running.pop(work.request_id, None)
         route.lane.leave(work.request_id)
-        if work.cells is not None:
-            route.cells.release(work.cells)
-            work.cells = None
+        self._growth.let_go(route, work)
 
     # ---------------------------------------------------------- in between
 
@@ -341,8 +353,11 @@ class Dispatcher:
             self.enqueue(work, target)
             self.pump(self.routes[work.ask.model, target])
 
-    def lose(self, work: Work, route: Route, cause: str) -> None:
-        """One request lost its attempt: restart it, go on with it, let it rest as resumable, or fail it."""
+    def lose(self, work: Work, route: Route, cause: str, *, gave_way: bool = False) -> None:
+        """One request lost its attempt: restart it, go on with it, let it rest as resumable, or fail it.
+
+        `gave_way`: nothing is wrong with its route, so it waits there for its turn.
+        """
         if not work.open_choices:
             self.endings.complete(work)  # it lacked only its worker's goodbye
             return
@@ -355,16 +370,17 @@ class Dispatcher:
                 choices=len(work.choices),
                 policy=named(Policy, work.ask.policy),
                 wish=named(Wish, work.wish),
-                attempts=work.attempt,
+                attempts=work.attempt - work.gave_way,  # those say nothing about it
                 alone_kills=work.alone_kills,
                 cause=cause,
             ),
-            standby,
+            None if gave_way else standby,
             home,
         )
         handover = Handover(route.name, None, work.output_tokens, None, cause, lost_at=self._clock())
         work.handovers.append(handover)
-        self._metrics.handovers.labels(work.ask.model, type(decision).__name__).inc()
+        if not gave_way:
+            self._metrics.handovers.labels(work.ask.model, type(decision).__name__).inc()
         match decision:
             case Restart() | Continue():
                 handover.grade = str(decision.grade)

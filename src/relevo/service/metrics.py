@@ -37,6 +37,18 @@ class Metrics:
             "relevo_device_available_bytes", "Memory a lease could still take; absent when unknown.", ["device"]
         )
         self.breaker = gauge("relevo_breaker_state", "1 for the state the device's breaker is in.", ["device", "state"])
+        self.cells = gauge(
+            "relevo_cells",
+            "Cells of a route's replica: in all, leased, holding a token, set aside, free.",
+            [*by_route, "what"],
+        )
+        self.cell_extensions = counter(
+            "relevo_cell_extensions", "Leases of running answers that were raised.", by_route
+        )
+        self.cell_parks = counter("relevo_cell_parks", "Answers that had to wait for a cell.", by_route)
+        self.cell_give_ways = counter(
+            "relevo_cell_give_ways", "Requests taken out of their replica because all there waited for cells.", by_route
+        )
         self.loop_lag = gauge("relevo_event_loop_lag_seconds", "How late the event loop's last tick was.")
         self.queue_wait = histogram(
             "relevo_queue_wait_seconds",

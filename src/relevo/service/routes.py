@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relevo.config import LaneConfig, ModelConfig
-from relevo.core.cells import CellLease, CellPool
+from relevo.core.cells import CellPool
 from relevo.core.events import Ready
 from relevo.core.forecast import Forecast
 from relevo.core.lane import Lane
@@ -76,12 +76,15 @@ class Route:
         self.slots = ready.slots
         self.cells = CellPool(ready.cells, ready.slots, self.shared)
 
-    def lease_cells(self, work: Work) -> CellLease | None:
-        """Cells of prompt and every open answer, or None when they are not free now."""
-        lease = self.cells.lease(
-            work.request_id, len(work.prompt_tokens), [c.max_output_tokens for c in work.open_choices]
-        )
-        return lease if isinstance(lease, CellLease) else None
+    @property
+    def parked(self) -> bool:
+        """Whether a request that runs here waits for cells."""
+        return any(work.parked is not None for work in self.running.values())
+
+    @property
+    def live_cells(self) -> int:
+        """Cells that hold a token."""
+        return sum(work.live_cells(self.shared) for work in self.running.values())
 
 
 @dataclass(slots=True)

@@ -334,8 +334,7 @@ class StatusBoard:
             "oldest_age_ms": round(view.oldest_age_ms, 1),
             "limit": view.limit,
             "concurrency": view.concurrency,
-            "cells_total": route.cells.total_cells,
-            "cells_leased": route.cells.total_cells - route.cells.free_cells,
+            **cells_view(route),
         }
 
     def ready(self, *, draining: bool) -> tuple[bool, dict[str, Any]]:
@@ -366,6 +365,9 @@ class StatusBoard:
             for route in model.routes.values():
                 self._metrics.queued.labels(model.name, route.name).set(route.lane.queued)
                 self._metrics.running.labels(model.name, route.name).set(route.lane.running)
+                for what, cells in cells_view(route).items():
+                    if what.startswith("cells_"):
+                        self._metrics.cells.labels(model.name, route.name, what.removeprefix("cells_")).set(cells)
         for held in self.fleet.devices.values():
             view = held.ledger.snapshot()
             self._metrics.device_leased.labels(held.name).set(view.leased_bytes)
@@ -394,6 +396,26 @@ class StatusBoard:
         finally:
             self._news.discard(future)
         await asyncio.sleep(1 / CHANGES_PER_S)
+
+
+def cells_view(route: Route) -> dict[str, Any]:
+    """How its cells are used. Leased ones are in use, or may be at any moment; live ones of these hold a token.
+
+    What is set aside belongs to running requests that have not come that far; free is what anybody may take.
+    """
+    pool, live = route.cells, route.live_cells
+    parked = [work.parked for work in route.running.values() if work.parked is not None]
+    return {
+        "cells_total": pool.total_cells,
+        "cells_leased": pool.held_cells,
+        "cells_live": live,
+        "cells_set_aside": pool.total_cells - pool.free_cells - pool.held_cells,
+        "cells_free": pool.free_cells,
+        "cells_reserved_unused": pool.total_cells - pool.free_cells - live,
+        "expected_output_tokens": route.forecast.outputs.expected(pool.largest_context_tokens),
+        "parked": len(parked),
+        "parked_reason": parked[0].reason if parked else None,
+    }
 
 
 def rounded(value: float | None) -> float | None:

@@ -38,6 +38,7 @@ def relevo_object(
         "queue": queue,
         "eta": eta,
         "attempt": work.attempt,
+        "parked": None if work.parked is None else work.parked.view(),
         "handovers": [h.view() for h in work.handovers],
         "cancel": CANCEL_PATH.format(work.request_id),
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from relevo.core.cells import CellLease, live_cells
 from relevo.core.events import (
     Ask,
     ChoiceStart,
@@ -49,19 +50,34 @@ class Choice:
         """Back to nothing, for a restart of work that nobody has seen."""
         self.tokens, self.text, self.text_bytes, self.finish, self.logprobs = [], [], 0, None, []
 
-    def start(self) -> ChoiceStart:
-        """Where the next attempt takes up."""
+    def start(self, held_tokens: int | None) -> ChoiceStart:
+        """Where the next attempt takes up, and how far it may go at first (None: to its limit)."""
         return ChoiceStart(
             index=self.index,
             max_output_tokens=self.max_output_tokens,
             output_tokens=list(self.tokens),
             delivered_bytes=self.text_bytes,
+            held_tokens=held_tokens,
         )
 
     @property
     def whole_text(self) -> str:
         """All text released so far."""
         return "".join(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Answers of a running request that wait for cells. They keep what they hold, and nothing of them is lost."""
+
+    since: float
+    """Wall time, in seconds."""
+    choices: tuple[int, ...]
+    reason: str
+
+    def view(self) -> dict[str, Any]:
+        """The JSON of the outer contract."""
+        return {"since": self.since, "choices": list(self.choices), "reason": self.reason}
 
 
 @dataclass(slots=True)
@@ -122,7 +138,11 @@ class Work:
         self.degraded_reason: str | None = None
         self.standby: dict[str, Any] | None = None
         self.backup_model: str | None = None
-        self.cells: Any = None
+        self.cells: CellLease | None = None
+        self.parked: Parked | None = None
+        self.gives_way: str | None = None
+        """Why it is being taken out of its worker although nothing is wrong with it."""
+        self.gave_way = 0  # how often
         self.alone_kills = 0
         self.suspect = False
         self.cancel_requested = False
@@ -180,6 +200,22 @@ class Work:
     def open_choices(self) -> list[Choice]:
         """Choices without a finish."""
         return [c for c in self.choices if c.finish is None]
+
+    def starts(self) -> list[ChoiceStart]:
+        """The open choices, as the next attempt takes them up with the cells leased for it."""
+        starts = []
+        for choice in self.open_choices:
+            answer = self.cells.answer(choice.index) if self.cells is not None else None
+            grows = answer is not None and answer.held < answer.limit
+            starts.append(choice.start(answer.held if answer is not None and grows else None))
+        return starts
+
+    def live_cells(self, shared: bool) -> int:
+        """Cells of its lease that hold a token."""
+        lease = self.cells
+        if lease is None or lease.prompt_read < lease.prompt_tokens or self.first_output_at is None:
+            return 0 if lease is None else lease.prompt_read
+        return live_cells(lease.prompt_tokens, [len(self.choices[a.choice].tokens) for a in lease.answers], shared)
 
     # -- output
 
