@@ -13,7 +13,7 @@ from relevo.core.load import LoadOptions
 from relevo.core.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
-from tests.golden.families_attention import FAMILIES, Family
+from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Family, family
 from tests.golden.oracle import Placement, Setting, Weighed, weigh
 
 MIB = 2**20
@@ -147,9 +147,9 @@ def _compare_one(
     ]
 
 
-def has_experts(family: Family) -> bool:
+def has_experts(model: Family) -> bool:
     """Whether its feed-forward parts are experts."""
-    return any("exps." in name for name, _, _ in family.tensors)
+    return any("exps." in name for name, _, _ in model.tensors)
 
 
 def group_of(case: Case) -> str:
@@ -160,16 +160,16 @@ def group_of(case: Case) -> str:
     elif case.options.on_device and case.placement.gpu_layers < 999:
         place = "on a device in part"
     attention = "flash attention" if case.options.flash_attention else "no flash attention"
-    kind = "mixture of experts" if has_experts(next(f for f in FAMILIES if f.name == case.family)) else "dense"
+    kind = "mixture of experts" if has_experts(family(case.family)) else "dense"
     return f"{kind}, {attention}, {place}"
 
 
 def error_table(libraries: Path) -> str:
     """Errors of all families over the whole grid and all placements, by group, as Markdown."""
     groups: dict[str, list[Case]] = {}
-    for family in FAMILIES:
-        placements = (CPU, WHOLE, *PARTLY, *(EXPERTS_AT_HOME if has_experts(family) else ()))
-        for case in compare(libraries, family, placements):
+    for model in (*FAMILIES, *MORE_FAMILIES):
+        placements = (CPU, WHOLE, *PARTLY, *(EXPERTS_AT_HOME if has_experts(model) else ()))
+        for case in compare(libraries, model, placements):
             groups.setdefault(group_of(case), []).append(case)
     every = [case for cases in groups.values() for case in cases]
     rows = [summary("all", part, every) for part in ("weights", "kv")]

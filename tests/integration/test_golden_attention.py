@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.comparison import CPU, GRID, WHOLE, Case, compare, has_experts
-from tests.golden.families_attention import FAMILIES, Family, family
+from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Family, family
 from tests.golden.oracle import Placement, Setting, weigh
 
 PARTS = ("weights", "kv", "compute")
@@ -49,6 +49,11 @@ def test_a_load_takes_on_cpu_and_device_what_the_engine_plans(libraries: Path, m
 def test_a_load_with_layers_on_both_sides_takes_what_the_engine_plans(libraries: Path, model: Family) -> None:
     """The device is shipped copies of the host's weights, and of its caches."""
     assert wrong(compare(libraries, model, (Placement(gpu_layers=8),), FEW)) == []
+
+
+@pytest.mark.parametrize("model", MORE_FAMILIES, ids=lambda one: one.name)
+def test_a_graph_of_another_form_is_laid_out_as_the_engine_does(libraries: Path, model: Family) -> None:
+    assert wrong(compare(libraries, model, (CPU, WHOLE, Placement(gpu_layers=8)), FEW)) == []
 
 
 @pytest.mark.parametrize("layers", [0, 1])

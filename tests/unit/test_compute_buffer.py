@@ -18,7 +18,7 @@ from relevo.models.gguf import read_header
 from relevo.models.graph_form import GRAPHS
 from relevo.models.shape import shape_of
 from tests.golden import families_attention as files
-from tests.golden.families_attention import FAMILIES, Blueprint, Family, shorter
+from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Blueprint, Family, shorter
 from tests.golden.header_file import Scalar, Tensor, write_header
 
 MIB = 2**20
@@ -143,7 +143,7 @@ def test_the_form_is_read_off_the_tensors(blueprint: Blueprint, form: GraphForm,
 
 
 def test_every_measured_architecture_has_a_file_that_proves_it() -> None:
-    assert {family.keys["general.architecture"] for family in FAMILIES} == set(GRAPHS)
+    assert {family.keys["general.architecture"] for family in (*FAMILIES, *MORE_FAMILIES)} == set(GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_layer_left_to_the_host_makes_the_devices_buffer_larger(tmp_path: Path
     assert compute_bytes(shape, few_rows) < whole  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("family", (*FAMILIES, *MORE_FAMILIES), ids=lambda one: one.name)
 def test_more_is_never_less_where_one_place_holds_all_layers(family: Family, tmp_path: Path) -> None:
     """With layers on both sides it can be: a larger tensor may find a better hole."""
     shape = shape_from(family, tmp_path)

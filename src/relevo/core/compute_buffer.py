@@ -15,12 +15,13 @@ import msgspec
 
 from relevo.core.decoder_graph import LayerGraph, StepGraph, decoder_graph
 from relevo.core.graph import Place
+from relevo.core.graph_form import Turned
 from relevo.core.graph_memory import graph_bytes
 from relevo.core.kv_cache import cells_of, rows_of, window_cells_of
 from relevo.core.load import MIB, LoadOptions
 from relevo.core.placement import device_layers
 from relevo.core.quantization import BY_NAME
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.shape import ModelShape
 
 ROTATION_STEP = 64
 """Keys and values of a quantized cache are rotated where their heads are a multiple of this wide."""
@@ -121,8 +122,8 @@ def _rotation(width: int) -> int:
 def _layers(shape: ModelShape, options: LoadOptions, on_device: int) -> tuple[LayerGraph, ...]:
     """The layers that decide: the rest repeat them, and find the same blocks free."""
     border = shape.layer_count - on_device
-    host = [_layer(layer, Place.HOST, options) for layer in shape.layers[:border]]
-    device = [_layer(layer, Place.DEVICE, options) for layer in shape.layers[border:]]
+    drawn = [_layer(shape, at, Place.HOST if at < border else Place.DEVICE, options) for at in range(shape.layer_count)]
+    host, device = drawn[:border], drawn[border:]
     split = min(options.host_expert_layers, len(device))
     for at in range(split):
         experts = tuple(item for item in shape.layers[border + at].tensors if "exps." in item[0])
@@ -130,7 +131,8 @@ def _layers(shape: ModelShape, options: LoadOptions, on_device: int) -> tuple[La
     return (*_repeated(host), *_repeated(device[:split]), *_repeated(device[split:]))
 
 
-def _layer(layer: LayerShape, place: Place, options: LoadOptions) -> LayerGraph:
+def _layer(shape: ModelShape, at: int, place: Place, options: LoadOptions) -> LayerGraph:
+    layer = shape.layers[at]
     shipped = options.on_device and place is Place.HOST
     return LayerGraph(
         heads=layer.heads,
@@ -139,9 +141,17 @@ def _layer(layer: LayerShape, place: Place, options: LoadOptions) -> LayerGraph:
         value_length=layer.value_length,
         feed_forward=layer.feed_forward,
         slides=layer.slides,
+        turned=_turned(shape, at),
         place=place,
         weights=layer.tensors if shipped else (),
     )
+
+
+def _turned(shape: ModelShape, at: int) -> bool:
+    assert shape.graph is not None
+    if shape.graph.turned is Turned.WINDOWED:
+        return shape.layers[at].slides
+    return shape.graph.turned is Turned.ALL or (at + 1) % 4 != 0
 
 
 def _repeated(layers: list[LayerGraph]) -> list[LayerGraph]:

@@ -22,6 +22,8 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
     value_length: int
     feed_forward: int
     slides: bool = False
+    turned: bool = True
+    """Its queries and keys are turned by their positions."""
     place: Place = Place.DEVICE
     host_experts: bool = False
     """Its experts stay on the host although it does not."""
@@ -171,7 +173,7 @@ class _Layer:
 
     def build(self, source: Tensor) -> Tensor:
         form = self.form
-        normed = self._normed(source)
+        normed = self._normed(source) if form.pre_norms else source
         attention = self._attention(normed)
         if self.drops_rows:
             attention = self._dropped(attention)
@@ -183,9 +185,11 @@ class _Layer:
             attention = self._normed(attention)
         if form.residual is not Residual.SEQUENTIAL:
             base = normed if form.residual is Residual.SHARED_NORM else self._normed(kept)
+            if form.attention_first:
+                return _sum(_sum(attention, self._feed_forward(base)), kept)
             return _sum(_sum(self._feed_forward(base), kept), attention)
         base = _sum(attention, kept)
-        result = self._feed_forward(self._normed(base))
+        result = self._feed_forward(self._normed(base) if form.pre_norms else base)
         if form.post_norms:
             result = self._normed(result)
         return _sum(base, result) if form.input_first else _sum(result, base)
@@ -242,19 +246,25 @@ class _Layer:
             tensor = _product(self._weight(f"{role}.weight"), normed, shape[0] * shape[1])
             if self.form.qkv_bias:
                 tensor = self._biased(tensor, role)
+            if self.form.wide_qk_norms and role != "attn_v":
+                tensor = self._head_norm(tensor)
             found.append(viewed(tensor, shape))
         return found[0], found[1], found[2]
 
     def _turned(self, source: Tensor) -> Tensor:
         """Query or key with its norm, if it has one, and its position (ROPE)."""
-        if self.form.qk_norms:
-            source = _with(
-                computed(source.shape, source, in_place=not self.form.layer_norm), self.layer.place, 4 * source.shape[0]
-            )
+        if self.form.qk_norms and not self.form.wide_qk_norms:
+            source = self._head_norm(source)
+        if not self.layer.turned:
+            return source
         factors = [self.inputs.factors[self.layer.place]] if self.form.rope_factors else []
         turned = computed(source.shape, source, self.inputs.positions, *factors, in_place=True)
         turned.floating = True
         return turned
+
+    def _head_norm(self, source: Tensor) -> Tensor:
+        normed = computed(source.shape, source, in_place=not self.form.layer_norm)
+        return _with(normed, self.layer.place, 4 * source.shape[0])
 
     def _rotated(self, source: Tensor, rotation: Tensor | None) -> Tensor:
         if rotation is None:

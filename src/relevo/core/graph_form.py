@@ -24,6 +24,14 @@ class Residual(Described):
     OWN_NORM = "own-norm", "Both parts work on the input, each through a norm of its own."
 
 
+class Turned(Described):
+    """Which layers' queries and keys are turned by their positions (RoPE)."""
+
+    ALL = "all", "Those of every layer."
+    WINDOWED = "windowed", "Those of layers that see a window only."
+    THREE_OF_FOUR = "three-of-four", "Those of every layer but each fourth."
+
+
 class GraphForm(msgspec.Struct, frozen=True, kw_only=True):
     """What of the graph the file tells by its tensors and keys; the same for every layer."""
 
@@ -37,6 +45,10 @@ class GraphForm(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     """Of the attention's output projection."""
     qk_norms: bool = False
+    wide_qk_norms: bool = False
+    """Those norms span all heads together."""
+    pre_norms: bool = True
+    """A norm before attention and feed-forward part."""
     post_norms: bool = False
     """A norm behind attention and feed-forward part, before they are added."""
     feed_forward_bias: bool = False
@@ -51,6 +63,9 @@ class GraphForm(msgspec.Struct, frozen=True, kw_only=True):
     """Rows without an output are dropped after the last layer instead of inside it."""
     input_first: bool = False
     """The feed-forward part is added to the layer's sum, not the sum to it."""
+    attention_first: bool = False
+    """Of parts that work side by side the attention is summed with the other before the input is."""
+    turned: Turned = Turned.ALL
     head_bias: bool = False
     rope_factors: bool = False
     """Positions are turned by factors of the file."""

@@ -12,7 +12,9 @@ import msgspec
 from relevo.core.graph_form import GraphForm
 
 DEVICE_ALIGNMENT_BYTES = 128
-"""Of CUDA and most others. On the host tensors lie as in the file."""
+"""Of CUDA and most others."""
+HOST_ALIGNMENT_BYTES = 32
+"""Of the CPU's buffers, and of files."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from relevo.core.graph_form import FeedForward, GraphForm, Residual
+from relevo.core.graph_form import FeedForward, GraphForm, Residual, Turned
 from relevo.models.gguf import GgufHeader
 
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)")
@@ -35,20 +35,43 @@ class _Graph(msgspec.Struct, frozen=True, kw_only=True):
     chosen_softmax: bool = False
     late_rows: bool = False
     input_first: bool = False
+    attention_first: bool = False
+    pre_norms: bool = True
+    wide_qk_norms: bool = False
+    turned: Turned = Turned.ALL
+    turned_without_window: Turned = Turned.ALL
+    """Of a file in which no layer sees a window."""
 
 
 GRAPHS: dict[str, _Graph] = {
+    "arcee": _Graph(),
+    "cohere2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, turned=Turned.WINDOWED),
     "command-r": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM),
+    "ernie4_5": _Graph(),
+    "exaone": _Graph(),
+    "exaone4": _Graph(pre_norms=False, turned=Turned.WINDOWED),
+    "gemma": _Graph(),
     "gemma2": _Graph(),
     "gemma3": _Graph(),
     "gpt-oss": _Graph(second_norm="post_attention_norm.weight", chosen_softmax=True, late_rows=True),
     "gptneox": _Graph(layer_norm=True, parallel_key=True),
+    "granite": _Graph(normed_weights=True),
+    "internlm2": _Graph(),
     "llama": _Graph(normed_weights=True),
+    "minicpm": _Graph(normed_weights=True),
+    "mistral3": _Graph(normed_weights=True),
+    "nemotron": _Graph(layer_norm=True),
+    "olmo2": _Graph(pre_norms=False, wide_qk_norms=True),
+    "olmoe": _Graph(wide_qk_norms=True),
+    "phi2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, attention_first=True),
     "phi3": _Graph(fused_gate=True, input_first=True),
     "qwen2": _Graph(),
     "qwen3": _Graph(),
     "qwen3moe": _Graph(normed_weights=True),
+    "seed_oss": _Graph(second_norm="post_attention_norm.weight"),
+    "smollm3": _Graph(turned=Turned.THREE_OF_FOUR, turned_without_window=Turned.THREE_OF_FOUR),
     "stablelm": _Graph(layer_norm=True),
+    "starcoder2": _Graph(layer_norm=True),
 }
 """Architectures whose graphs were measured; tests/golden compares each with the engine."""
 
@@ -122,7 +145,7 @@ class _Reader:
 
     def __init__(self, graph: _Graph, layer: frozenset[str], outside: frozenset[str], header: GgufHeader) -> None:
         self._graph, self._layer, self._outside, self._header = graph, layer, outside, header
-        self._explained = {"attn_norm.weight", "attn_output.weight"}
+        self._explained: set[str] = set()
 
     def unexplained(self) -> str | None:
         """A tensor that the form has no place for."""
@@ -137,8 +160,8 @@ class _Reader:
 
     def _form(self, windowed: bool) -> GraphForm:
         graph = self._graph
-        self._need(("attn_norm.weight", "attn_output.weight"))
-        residual = self._residual()
+        self._need(("attn_norm.weight", "attn_output.weight") if graph.pre_norms else ("attn_output.weight",))
+        residual = self._residual() if graph.pre_norms else Residual.SEQUENTIAL
         norm_bias = self._all(("attn_norm.bias",))
         if norm_bias:
             second = graph.second_norm.replace(".weight", ".bias")
@@ -158,7 +181,7 @@ class _Reader:
             qkv_bias=self._all(("attn_qkv.bias",)) if fused else self._all(_BIASES),
             output_bias=self._all(("attn_output.bias",)),
             qk_norms=self._all(("attn_q_norm.weight", "attn_k_norm.weight")),
-            post_norms=self._all(("post_attention_norm.weight", "post_ffw_norm.weight")),
+            post_norms=self._post_norms(),
             feed_forward_bias=self._dense_bias(),
             expert_bias=experts and self._all(tuple(f"{role}.bias" for role in _EXPERTS)),
             normed_weights=experts and graph.normed_weights,
@@ -166,10 +189,20 @@ class _Reader:
             windowed=windowed,
             late_rows=graph.late_rows,
             input_first=graph.input_first,
+            attention_first=graph.attention_first,
+            pre_norms=graph.pre_norms,
+            wide_qk_norms=graph.wide_qk_norms,
+            turned=graph.turned if windowed else graph.turned_without_window,
             head_bias="output.bias" in self._outside,
             rope_factors="rope_freqs.weight" in self._outside,
             sinks=self._all(("attn_sinks.weight",)),
         )
+
+    def _post_norms(self) -> bool:
+        names = ("post_attention_norm.weight", "post_ffw_norm.weight")
+        if not self._graph.pre_norms:
+            self._need(names)
+        return self._all(names)
 
     def _residual(self) -> Residual:
         graph = self._graph

@@ -13,7 +13,7 @@ import msgspec
 
 from relevo.core.errors import ModelFileError
 from relevo.core.repack import ROWS_STEP
-from relevo.core.shape import DEVICE_ALIGNMENT_BYTES, LayerShape, ModelShape
+from relevo.core.shape import DEVICE_ALIGNMENT_BYTES, HOST_ALIGNMENT_BYTES, LayerShape, ModelShape
 from relevo.models import engine_rules as rules
 from relevo.models.gguf import GgufHeader, LongArray, Tensor
 from relevo.models.graph_form import graph_form
@@ -97,7 +97,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
         input_weights_bytes=table.input_bytes,
         output_weights_bytes=table.output_bytes,
         rotary_bytes=table.rotary_bytes,
-        tied_table_bytes=0 if table.embedding is None else table.embedding.size_bytes,
+        tied_table_bytes=0 if table.embedding is None else _aligned(table.embedding.size_bytes, DEVICE_ALIGNMENT_BYTES),
         tied_table_type=None if table.embedding is None else table.embedding.type,
         tied_table_is_read_twice=table.embedding is not None and header.architecture in rules.READS_TIED_TABLE_TWICE,
         repackable_bytes=table.repackable_bytes,
@@ -134,7 +134,7 @@ def _table(header: GgufHeader, count: int) -> _Table:
                 raise _wrong(header, f"the tensor {tensor.name!r} belongs to no layer")
             table.layers[layer].add(found[2], tensor)
         elif stem in _INPUT_TENSORS:
-            table.input_bytes += tensor.size_bytes
+            table.input_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         elif stem in _ROTARY_TENSORS:
             table.rotary_bytes += tensor.size_bytes
         elif stem in first:
@@ -146,6 +146,10 @@ def _table(header: GgufHeader, count: int) -> _Table:
         if (stem not in _INPUT_TENSORS or tensor is table.embedding) and _repackable(tensor):
             table.repackable_bytes[tensor.type] = table.repackable_bytes.get(tensor.type, 0) + tensor.size_bytes
     return table
+
+
+def _aligned(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _repackable(tensor: Tensor) -> bool:
