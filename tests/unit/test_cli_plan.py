@@ -13,7 +13,7 @@ import pytest
 from relevo.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 from relevo.cli.plan_check import Row
 from relevo.cli.read_rate import memory_rate, storage_rate
-from relevo.cli.sizing import model_config, name_from, parse_size, read_model, size_up, weigh
+from relevo.cli.sizing import model_config, name_from, parse_size, read_model, size_up
 from relevo.cli.targets import Target, choose_target, imagined
 from relevo.cli.weighing import Weighing
 from relevo.core.demand import PARTS
@@ -320,7 +320,8 @@ def test_between_two_dry_runs_a_buffer_is_bounded_by_the_line_and_beyond_them_un
     def context(tokens: int, **more: Any) -> Any:
         return msgspec.structs.replace(start, context_tokens=tokens, **more)
 
-    scales.planned += [figures(context(1024), 100 * MIB), figures(context(3072), 200 * MIB)]
+    scales.learn(*figures(context(1024), 100 * MIB))
+    scales.learn(*figures(context(3072), 200 * MIB))
 
     def compute(asked: Any) -> int | None:
         return scales.weigh(asked)[0].compute_bytes
@@ -337,7 +338,7 @@ def test_on_an_emulated_device_all_of_the_worker_is_the_devices(model: Path) -> 
     header, shape = read_model(model)
     sizing = size_up("m", header, shape, model_config(header, None), SOFT)
     assert sizing.gpu is not None and not sizing.gpu.use_mmap
-    device, host = weigh(shape, sizing.gpu, "emulated")
+    device, host = Weighing(shape, "emulated").weigh(sizing.gpu)
     assert host.known_bytes == 0 and device.mapped_bytes == 0
     assert (device.weights_bytes or 0) >= sum(t.size_bytes for t in header.tensors)
 

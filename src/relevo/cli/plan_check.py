@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from relevo.core.demand import Demand
 from relevo.core.errors import RelevoError
+from relevo.service.plans import RESERVED_BYTES
 
 if TYPE_CHECKING:
     from relevo.cli.full_load import FullLoad
@@ -145,7 +146,9 @@ def _checked(planner: Planner, plan: Plan, start: StartModel, demand: Demand, be
         one.failed = error.message
         return one
     on_card = device is not None and not device.emulated
-    one.rows = card_rows(demand, beside, one.load) if on_card else process_rows(demand, one.load)
+    one.rows = (
+        card_rows(demand, beside, one.load) if on_card else process_rows(demand, beside, one.load, emulated=not cpu)
+    )
     return one
 
 
@@ -161,14 +164,17 @@ def _open(planner: Planner, plan: Plan) -> Device:
     return open_device(name, described, inspect(libraries), libraries, planner.paths)
 
 
-def process_rows(demand: Demand, load: FullLoad) -> list[Row]:
-    """Of a worker that computes on the CPU: all its memory is its process's."""
+def process_rows(demand: Demand, beside: Demand, load: FullLoad, *, emulated: bool) -> list[Row]:
+    """Of a worker that computes on the CPU: all its memory is its process's.
+
+    On an emulated device what is reserved and not used counts too, because the kernel bounds reservations.
+    """
     ready, seen = load.ready, load.observed
-    # What an emulated device is reserved beyond use counts there, because the kernel bounds reservations.
-    whole = demand.known_bytes - _margin(demand) - (demand.pool_bytes or 0)
-    reserved = demand.known_bytes - _margin(demand) if demand.pool_bytes else None
+    own = demand.known_bytes - _margin(demand)
+    whole = own + beside.known_bytes - (RESERVED_BYTES if emulated else 0)
+    reserved = own if emulated else None
     return [
-        *_engine_rows(demand, load),
+        *_engine_rows(demand, load, mapped_bytes=beside.mapped_bytes),
         Row("output", demand.output_bytes, ready.output_bytes),
         Row("the whole process", whole, None, seen.resident_bytes, "kernel, VmHWM"),
         Row("of it its own", None, None, seen.anonymous_bytes, "kernel, most RssAnon"),
@@ -200,14 +206,14 @@ def card_rows(demand: Demand, beside: Demand, load: FullLoad) -> list[Row]:
     ]
 
 
-def _engine_rows(demand: Demand, load: FullLoad) -> list[Row]:
-    """The parts that the engine prints."""
+def _engine_rows(demand: Demand, load: FullLoad, mapped_bytes: int = 0) -> list[Row]:
+    """The parts that the engine prints. `mapped_bytes`: weights that are booked elsewhere, and printed here."""
     ready = load.ready
     weights = ready.model_bytes
     if weights is not None and ready.device == "cpu":
         weights += ready.repacked_bytes or 0
     rows = [
-        Row("weights", demand.weights_bytes, weights),
+        Row("weights", None if demand.weights_bytes is None else demand.weights_bytes + mapped_bytes, weights),
         Row("KV cache", demand.kv_bytes, ready.kv_bytes),
         Row("compute buffer", demand.compute_bytes, ready.compute_bytes),
     ]

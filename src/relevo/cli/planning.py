@@ -14,7 +14,11 @@ from relevo.cli.sizing import Sizing, find_model, model_config, read_model, size
 from relevo.cli.targets import choose_target, targets_now
 from relevo.cli.weighing import Weighing
 from relevo.core.ladder import decide_load, largest_context
-from relevo.core.tier import Tier
+from relevo.core.reduction import changes_between
+from relevo.core.room import Scales as LadderScales
+from relevo.core.room import room_of, why_not
+from relevo.core.verdict import Step
+from relevo.service.plans import hybrid_plan
 
 if TYPE_CHECKING:
     from relevo.cli.place import ServicePlace
@@ -22,7 +26,9 @@ if TYPE_CHECKING:
     from relevo.config import Config
     from relevo.core.demand import Demand
     from relevo.core.events import StartModel
+    from relevo.core.tier import Tier
     from relevo.core.verdict import LoadVerdict
+    from relevo.core.wish import LoadWish
 
 _MOST_PLANNED_TOKENS = 1 << 20
 
@@ -173,6 +179,7 @@ class Planner:
         from relevo.core.errors import RelevoError
         from relevo.replicas.dry_run import dry_run_now
         from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
+        from relevo.setup.cache import cache_folder
 
         if not sizing.target.here and sizing.gpu is not None:
             starts = [start for start in starts if start.device == "cpu"]
@@ -187,12 +194,12 @@ class Planner:
             return
         wanted = [replace(start, libraries=libraries) for start in starts]
         wanted += [replace(start, context_tokens=most) for start in wanted if start.context_tokens < most]
-        cache = DryRunCache(self.paths.cache / "dry-runs", EngineIdentity(engine=""))
+        cache = DryRunCache(cache_folder() / "dry-runs", EngineIdentity(engine=""))
         on_card = any(start.device != "cpu" for start in wanted)
         # Of a card's driver nothing is known here that could tell a remembered answer from a true one.
         for start, answer in zip(wanted, dry_run_now(wanted, cache=None if on_card else cache), strict=True):
             if isinstance(answer, DryRunFigures):
-                scales.planned.append((replace(start, libraries=sizing.cpu.libraries), answer))
+                scales.learn(replace(start, libraries=sizing.cpu.libraries), answer)
             elif start in wanted[: len(starts)]:
                 scales.reasons.append(answer.message)
 
@@ -201,7 +208,7 @@ def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:
     """The ladder's verdict for one device."""
     target, wish = sizing.target, sizing.wish()
     device = target.view()
-    verdict = decide_load(wish, device, host.view(), scales.weigh)
+    verdict = _decide(sizing, wish, host, scales)
     need, _ = scales.weigh(sizing.start)
     reason = None
     if target.available_bytes is None:
@@ -219,6 +226,23 @@ def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:
     return Fits(target, verdict, need.total_bytes, largest, None, smaller)
 
 
+def _decide(sizing: Sizing, wish: LoadWish, host: Target, scales: Weighing) -> LoadVerdict:
+    """The ladder's verdict. Of an emulated device, which has no layers of its own, the part is a route of its own."""
+    device = sizing.target.view()
+    verdict = decide_load(wish, device, host.view(), scales.weigh)
+    if verdict.loads_on_device or not sizing.target.emulated or not sizing.model.offload or sizing.gpu is None:
+        return verdict
+    part = replace(wish, start=hybrid_plan(sizing.gpu, emulated=True), offload=False)
+    placed = decide_load(part, device, host.view(), scales.weigh)
+    if not placed.loads_on_device or not placed.start.use_mmap:
+        return verdict
+    scales_of_ladder = LadderScales(scales.weigh)
+    changes = changes_between(wish, wish.start, placed.start, scales_of_ladder)
+    why = why_not(scales_of_ladder.load(wish.start), room_of(device, host.view()), device, host.view())
+    reason = " ".join((why, *(change.sentence for change in changes)))
+    return replace(placed, step=Step.OFFLOAD, changes=changes, reason=reason)
+
+
 def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[StoragePlace, ...]:
     """Where the weights would lie as the ladder would load it; nothing where they are all in one quick place."""
     from relevo.cli.read_rate import memory_rate, storage_rate
@@ -233,8 +257,8 @@ def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[Storage
     room = (host.available_bytes or 0) - (kept.private_bytes if kept.total_bytes is not None else 0)
     stored = verdict.storage_bytes or max(0, on_host - max(0, room)) if host.available_bytes is not None else 0
     stored = min(stored, on_host)
-    moved = sizing.gpu is not None and not sizing.target.emulated and start.route == "cpu"
-    if not stored and not moved and start.route != "hybrid":
+    real = sizing.gpu is not None and not sizing.target.emulated
+    if not stored and not (real and start.route in ("cpu", "hybrid")):
         return ()
     part = _used_share(sizing)
     found = []

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relevo.config import Config, ModelConfig
-from relevo.core.demand import DEVICE_START, Demand, load_options, model_demand
 from relevo.core.errors import ConfigError, ModelFileError
 from relevo.core.events import StartModel
 from relevo.core.units import size_text
 from relevo.core.wish import LoadWish
 from relevo.models.gguf import GgufHeader, read_header
 from relevo.models.shape import shape_of
-from relevo.service.plans import RESERVED_BYTES, cpu_plan, emulated_plan, gpu_plan
+from relevo.service.plans import cpu_plan, emulated_plan, gpu_plan
 
 if TYPE_CHECKING:
     from relevo.cli.targets import Target
+    from relevo.core.demand import Demand
     from relevo.core.shape import ModelShape
 
 DEFAULT_CONTEXT_TOKENS = 8192
@@ -82,20 +82,6 @@ class Sizing:
             cpu_start=self.cpu,
             recovery_budget_s=model.recovery_budget_s,
         )
-
-
-def weigh(shape: ModelShape, start: StartModel, kind: str) -> tuple[Demand, Demand]:
-    """What a load takes: (of a device of this kind, of the host besides).
-
-    Of a CPU route, and on an emulated accelerator, all of the worker is in the first.
-    """
-    if start.route in ("gpu", "hybrid") and kind != "emulated":
-        learned = DEVICE_START.get(kind, DEVICE_START["vulkan"])
-        return model_demand(shape, load_options(start, on_device=True, learned=learned))
-    _, host = model_demand(shape, load_options(start, on_device=False, learned=DEVICE_START["cpu"]))
-    if start.route != "cpu":
-        host = msgspec.structs.replace(host, pool_bytes=(host.pool_bytes or 0) + RESERVED_BYTES)
-    return host, Demand()
 
 
 def check_name(config: Config, name: str, *, given: bool) -> None:

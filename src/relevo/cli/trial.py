@@ -112,12 +112,19 @@ def _wait_ready(process: subprocess.Popen[bytes], place: Path, until: float) -> 
 
 
 def _serves(status: dict[str, Any]) -> bool:
-    """Whether a route serves. Raises TrialFailed as soon as the worker has died once: it would only die again."""
+    """Whether a route serves. Raises TrialFailed as soon as it is clear that none will.
+
+    A worker that died once would only die again, and one that the ladder refuses is not started at all.
+    """
+    if status.get("state") in ("ok", "degraded"):
+        return True
     for replica in status.get("replicas") or []:
-        death = replica.get("last_death")
+        death, load = replica.get("last_death"), replica.get("load") or {}
         if death:
             raise TrialFailed(f"The model did not start: {death.get('cause')}")
-    return status.get("state") in ("ok", "degraded")
+        if load.get("step") == "reject":
+            raise TrialFailed(f"The model cannot be started: {load.get('reason')}")
+    return False
 
 
 def _ask(url: str, name: str, *, chat: bool, load_s: float, place: Path) -> Trial:

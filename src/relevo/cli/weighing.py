@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from relevo.cli.sizing import weigh
-from relevo.core.tier import Tier
+from relevo.service.scales import Place, Scales, first_lessons
 
 if TYPE_CHECKING:
     from relevo.core.demand import Demand
     from relevo.core.dry_run import DryRunFigures
     from relevo.core.events import StartModel
     from relevo.core.shape import ModelShape
+    from relevo.core.tier import Tier
 
 _MONOTONE = ("context_tokens", "slots", "ubatch_tokens", "batch_tokens")
 """Options of which more never makes a part smaller."""
@@ -30,24 +29,32 @@ _HOST_PARTS = {
 """Part of a demand -> field of the dry run's figures."""
 
 
-@dataclass(slots=True)
 class Weighing:
-    """The scales of one model on one kind of device. `weigh` is what the ladder calls."""
+    """The scales of one model in one place: the service's own, and bounds for what they do not know.
 
-    shape: ModelShape
-    kind: str
-    planned: list[tuple[StartModel, DryRunFigures]] = field(default_factory=list)
-    """Loads that the engine itself has planned."""
-    reasons: list[str] = field(default_factory=list)
-    """Why there are no figures of the engine although they are needed."""
+    The service asks the engine about every load that its ladder comes by; a plan has no time for that, so two planned
+    loads bound all that take less. `weigh` is what the ladder calls.
+    """
+
+    def __init__(self, shape: ModelShape, kind: str) -> None:
+        self.planned: list[tuple[StartModel, DryRunFigures]] = []
+        """Loads that the engine itself has planned."""
+        self.reasons: list[str] = []
+        """Why there are no figures of the engine although they are needed."""
+        self._on_card = kind not in ("emulated", "host")
+        host = Scales(shape, Place.HOST, lambda _: first_lessons("cpu"))
+        place = Place.CARD if self._on_card else Place.EMULATED
+        self._host = host
+        self._device = host if kind == "host" else Scales(shape, place, lambda _: first_lessons(kind))
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(of its device, of the host besides); of a CPU route all is in the first."""
-        device, host = weigh(self.shape, start, self.kind)
-        on_card = start.route in ("gpu", "hybrid") and self.kind != "emulated"
+        device, host = self._scales(start).weigh(start)
+        on_card = self._on_card and start.route != "cpu"
         first = _DEVICE_PARTS if on_card else _HOST_PARTS
-        return self._filled(device, start, first, on_card=on_card), self._filled(
-            host, start, _HOST_PARTS, on_card=on_card
+        return (
+            self._filled(device, start, first, on_card=on_card),
+            self._filled(host, start, _HOST_PARTS, on_card=on_card),
         )
 
     def knows(self, start: StartModel) -> bool:
@@ -56,8 +63,15 @@ class Weighing:
 
     def tier(self, start: StartModel) -> Tier:
         """Where its figures come from."""
-        closed = all(demand.total_bytes is not None for demand in weigh(self.shape, start, self.kind))
-        return Tier.CLOSED_FORM if closed or not self.planned else Tier.DRY_RUN
+        return self._scales(start).tier(start)
+
+    def learn(self, start: StartModel, figures: DryRunFigures) -> None:
+        """What the engine said of this load."""
+        self.planned.append((start, figures))
+        self._scales(start).learn(start, figures)
+
+    def _scales(self, start: StartModel) -> Scales:
+        return self._host if start.route == "cpu" else self._device
 
     def _filled(self, demand: Demand, start: StartModel, fields: dict[str, str], *, on_card: bool) -> Demand:
         """The demand with the engine's figures, or bounds by them, for what the closed form does not know."""
