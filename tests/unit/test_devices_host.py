@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from relevo.devices.cgroups import ControlGroups, MemoryLimit
 from relevo.devices.device import Device
@@ -13,6 +15,35 @@ from relevo.devices.host import LIMIT_TOLD_EVERY_S, HostDevice, host_memory, mem
 
 MIB = 1 << 20
 GIB = 1 << 30
+FILES = (
+    "proc/self/cgroup",
+    "proc/self/mountinfo",
+    "proc/pressure/memory",
+    "proc/vmstat",
+    "proc/spl/kstat/zfs/arcstats",
+    "sys/fs/cgroup/memory.max",
+    "sys/fs/cgroup/memory.high",
+    "sys/fs/cgroup/memory.current",
+    "sys/fs/cgroup/memory.stat",
+    "sys/fs/cgroup/memory.events",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes",
+    "sys/fs/cgroup/memory/memory.oom_control",
+    "sys/fs/cgroup/cpu.max",
+)
+ODD = (
+    b"0",
+    b"-7",
+    b"max",
+    b"max 0",
+    b"-1 100000",
+    b"5 -3",
+    b"9" * 30,
+    b"1e9",
+    b"\n\n",
+    b"oom_kill x",
+    b"size 4 -9\nc_min 4 1",
+)
 
 
 def write(root: Path, name: str, text: str | int) -> None:
@@ -233,3 +264,24 @@ def test_events_nobody_takes_push_the_oldest_out_and_are_counted() -> None:
         box.put(event)
     assert box.take() == tuple(events[-2:]) and box.lost == 3
     assert box.take() == ()
+
+
+@given(st.dictionaries(st.sampled_from(FILES), st.one_of(st.binary(max_size=60), st.sampled_from(ODD)), max_size=8))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_that_say_nonsense_are_figures_not_known_and_never_an_error(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
+) -> None:
+    root = tmp_path_factory.mktemp("tree")
+    meminfo(root, 32 * GIB, 20 * GIB)
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    host = HostDevice(root=root)
+    for _ in range(2):
+        reading = host.read()
+        assert reading.free_bytes is not None and reading.total_bytes is not None
+        assert 0 <= reading.free_bytes <= reading.total_bytes <= 32 * GIB
+    host.pressure()
+    host.events()
+    assert host.tells and usable_cores(root) > 0

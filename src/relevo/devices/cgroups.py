@@ -82,11 +82,12 @@ class ControlGroups:
 
 
 def number(path: Path) -> int | None:
-    """The number in a file; None where it is missing, or says something else ("max")."""
+    """The number in a file; None where it is missing, or says something else ("max", "-1" for no limit)."""
     try:
-        return int(path.read_text(encoding="ascii"))
+        found = int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+    return found if found >= 0 else None
 
 
 def _memory_v2(folder: Path, group: str) -> MemoryLimit | None:
@@ -112,15 +113,15 @@ def _memory_v1(folder: Path, group: str) -> MemoryLimit | None:
 
 def _quota_v2(folder: Path) -> float | None:
     try:
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()[:2]
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
+        quota, period = (int(word) for word in (folder / "cpu.max").read_text(encoding="ascii").split()[:2])
+    except (OSError, ValueError):  # missing, or "max"
         return None
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def _quota_v1(folder: Path) -> float | None:
     quota_us, period_us = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
-    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+    return quota_us / period_us if quota_us and period_us else None
 
 
 def _groups(root: Path, *, version: int, controller: str) -> Iterator[tuple[Path, str]]:

@@ -8,6 +8,9 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_LONGEST_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,15 @@ class Identity:
 def stat_fields(pid: int) -> list[str] | None:
     """/proc/PID/stat from its third field (the state) on; the second may contain anything, brackets too."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        return os.read(fd, _LONGEST_BYTES).rpartition(b")")[2].decode("ascii").split()
+    except OSError:  # it ended while we asked
+        return None
+    finally:
+        os.close(fd)
 
 
 def start_time(pid: int) -> int | None:
