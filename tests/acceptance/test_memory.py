@@ -78,9 +78,11 @@ def test_a_model_that_does_not_fit_whole_is_loaded_with_less_and_says_what_it_ga
     load = replica(house, "m", "gpu")["load"]
     assert load["step"] == "reduce" and load["changes"]
     assert load["context_tokens"] < 2048 and load["predicted"]["total_bytes"] <= 378 * MIB * 0.95
-    answer = ask(house, "m", tokens=1500)
-    assert answer.headers["x-relevo-route"] == "cpu", "a request for the context it gave up goes to the twin"
-    assert "does not fit the gpu route" in answer.json()["relevo"]["reason"]
+    body = {"model": "m", "prompt": "Once", "max_tokens": 1500, "stream": True}
+    with house.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["x-relevo-route"] == "cpu", "a request for the context it gave up goes to the twin"
+        record = house.record(answer.headers["x-request-id"])
+    assert "does not fit the gpu route" in record["relevo"]["reason"]
 
 
 def test_layers_stay_in_ram_when_not_all_fit_and_the_route_says_hybrid(build: Build) -> None:

@@ -56,8 +56,20 @@ class HeldDevice:
             return memory.data_bytes(ready.pid)
         if isinstance(self.device, HostDevice):
             return memory.resident_bytes(ready.pid)
+        told = self.device.held_by(ready.pid)
+        if told is not None:
+            return told
         parts = (ready.model_bytes, ready.kv_bytes, ready.compute_bytes)
         return None if None in parts else sum(p or 0 for p in (*parts, ready.state_bytes))
+
+    def private_bytes(self, ready: Ready) -> int | None:
+        """The same without pages of the file; None where nobody tells what a single worker holds.
+
+        In RAM it is counted when reserved: a compute buffer is not resident before it was used once.
+        """
+        if isinstance(self.device, SoftDevice | HostDevice):
+            return memory.data_bytes(ready.pid)
+        return self.device.held_by(ready.pid)
 
 
 class Posture(Described):
@@ -83,6 +95,10 @@ class Life:
     """The most it was seen to hold on its device."""
     recorded_peak_bytes: int = 0
     """Of that, what was learned from already."""
+    loaded_bytes: int | None = None
+    """What it held right after the load."""
+    was_full: bool = False
+    """Whether its cells were nearly all in use once: only then its peak is the peak."""
 
     @property
     def start(self) -> StartModel:

@@ -133,7 +133,7 @@ class _Builder:
         )
         self._tasks = tasks
         self._identities = Identities(journal, paths.state)
-        self._learning = Learning()
+        self._learning = Learning(journal, facts.engine)
         known = EngineIdentity(facts.engine, {d.name: d.description for d in facts.devices})
         loads = Loads(DryRuns(DryRunCache(cache_folder() / DRY_RUNS, known)), board.touch)
         fleet = Fleet(
@@ -155,6 +155,7 @@ class _Builder:
 
     async def add_devices(self) -> None:
         """The host, and every device that a model names."""
+        await self._learning.recall()
         host = self._config.host
         await self._hold(HostDevice(), DeviceConfig(total_bytes=host.budget_bytes, headroom_bytes=self._floor(host)))
         named = {m.device for m in self._config.models.values() if m.device is not None}
@@ -221,7 +222,9 @@ class _Builder:
         )
         model.flash_attention = cpu.flash_attention
         host = self.house.fleet.devices[HOST]
-        twin = self._add_route(model, cpu, host, forecast, Scales(shape, Place.HOST, self._learning.lessons("cpu")))
+        twin = self._add_route(
+            model, cpu, host, forecast, Scales(shape, Place.HOST, self._learning.lessons(host, Place.HOST))
+        )
         if held is not None:
             self._add_accelerated(model, cpu, held, forecast, shape)
         self._order_routes(model, twin)
@@ -231,7 +234,7 @@ class _Builder:
     ) -> None:
         """The whole model on the device, and, where the configuration allows it, a part of it."""
         config = model.config
-        lessons = self._learning.lessons(str(held.device.kind))
+        place = Place.EMULATED if held.emulated else Place.CARD
         if held.emulated:
             described = self._config.devices[held.name]
             variant = cpu_variant(
@@ -240,7 +243,7 @@ class _Builder:
             plan = emulated_plan(cpu, config, variant)
         else:
             plan = gpu_plan(cpu, config, shape, held.device.engine_device)
-        scales = Scales(shape, Place.EMULATED if held.emulated else Place.CARD, lessons)
+        scales = Scales(shape, place, self._learning.lessons(held, place))
         whole = self._add_route(model, plan, held, forecast, scales)
         if config.offload and plan.route == "gpu":
             part = self._add_route(model, hybrid_plan(plan, emulated=held.emulated), held, forecast, scales)

@@ -180,7 +180,7 @@ class Loads:
             device.pressure,
             host_free,
             holders,
-            berth.scales.lessons_of(berth.start),
+            berth.scales.learned(berth.start),
         )
 
     @staticmethod

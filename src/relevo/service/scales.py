@@ -7,14 +7,14 @@ learned from loads of the same kind on this machine. Unknown stays unknown: then
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
-from relevo.core.demand import DEVICE_START, Demand, DeviceStart, load_options, model_demand
+from relevo.core.demand import MIB, Demand, DeviceStart, load_options, model_demand
 from relevo.core.described import Described
 from relevo.core.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
 from relevo.core.events import StartModel
+from relevo.core.learned import Learned
 from relevo.core.shape import ModelShape
 from relevo.core.tier import Tier
 from relevo.service.plans import RESERVED_BYTES
@@ -31,19 +31,20 @@ class Place(Described):
     CARD = "card", "On a real card, with a part in RAM."
 
 
-@dataclass(frozen=True, slots=True)
-class Lessons:
-    """What this machine taught about a kind of load on one device."""
+RAM_START = {
+    Place.HOST: DeviceStart(context_bytes=64 * MIB, pool_bytes=0, margin_bytes=32 * MIB),
+    Place.EMULATED: DeviceStart(context_bytes=64 * MIB + RESERVED_BYTES, pool_bytes=0, margin_bytes=32 * MIB),
+}
+"""What a worker's process takes in RAM before this machine has taught better."""
 
-    start: DeviceStart
-    fragmentation_bytes: int = 0
-    observations: int = 0
+
+Lessons = Callable[[StartModel, Tier], Learned]
 
 
 class Scales:
     """Weighs loads of one model in one place. `lessons` is asked each time, because more is learned meanwhile."""
 
-    def __init__(self, shape: ModelShape, place: Place, lessons: Callable[[StartModel], Lessons]) -> None:
+    def __init__(self, shape: ModelShape, place: Place, lessons: Lessons) -> None:
         self.shape = shape
         self.place = place
         self._lessons = lessons
@@ -57,50 +58,50 @@ class Scales:
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(what it takes of the route's device, what it takes of the host besides)."""
-        lessons = self._lessons(start)
+        answer = self._answers.get(same_load(start))
+        learned = self.learned(start)
         on_card = self.place is Place.CARD
         options = load_options(
-            start, on_device=on_card, learned=lessons.start, fragmentation_bytes=lessons.fragmentation_bytes
+            start, on_device=on_card, learned=learned.start, fragmentation_bytes=learned.fragmentation_bytes
         )
         device, host = model_demand(self.shape, options)
-        answer = self._answers.get(same_load(start))
         if isinstance(answer, DryRunFigures):
             weighed = with_dry_run(device, host, answer)
             device, host = weighed.device, weighed.host
-        pair = (device, host) if on_card else self._in_ram(host, lessons)
+        pair = (device, host) if on_card else self._in_ram(host, learned)
         if isinstance(answer, DryRunRefused):
             return _refused(pair[0], answer), _refused(pair[1], answer)
         if answer is None and any(demand.total_bytes is None for demand in pair):
             self._unknown[same_load(start)] = None
         return pair
 
-    def lessons_of(self, start: StartModel) -> Lessons:
-        """What is known of loads like this one."""
-        return self._lessons(start)
+    def learned(self, start: StartModel) -> Learned:
+        """What loads like this one have taught here."""
+        predicted_by = (
+            Tier.DRY_RUN if isinstance(self._answers.get(same_load(start)), DryRunFigures) else Tier.CLOSED_FORM
+        )
+        return self._lessons(start, predicted_by)
 
     def tier(self, start: StartModel) -> Tier:
         """Where the figures of `weigh` come from."""
-        if self._lessons(start).observations:
-            return Tier.LEARNED
-        return Tier.DRY_RUN if isinstance(self._answers.get(same_load(start)), DryRunFigures) else Tier.CLOSED_FORM
+        return self.learned(start).tier
 
     def learn(self, start: StartModel, answer: DryRunAnswer) -> None:
         """What the engine said of this load, or why it could not."""
         self._answers[same_load(start)] = answer
         self._unknown.pop(same_load(start), None)
 
-    def _in_ram(self, host: Demand, lessons: Lessons) -> tuple[Demand, Demand]:
-        if self.place is Place.HOST:
-            return msgspec.structs.replace(host, margin_bytes=lessons.start.margin_bytes), Demand()
-        # An emulated hybrid keeps its weights mapped, in what plays the host; all else is on what plays the device.
-        mapped = host.mapped_bytes
+    def _in_ram(self, host: Demand, learned: Learned) -> tuple[Demand, Demand]:
+        """Of a worker without a card. On an emulated device pages of the file stay in what plays the host."""
+        mapped = host.mapped_bytes if self.place is Place.EMULATED else 0
         device = msgspec.structs.replace(
             host,
             weights_bytes=None if host.weights_bytes is None else host.weights_bytes - mapped,
-            mapped_bytes=0,
-            context_bytes=(host.context_bytes or 0) + RESERVED_BYTES,
-            fragmentation_bytes=lessons.fragmentation_bytes,
-            margin_bytes=(host.margin_bytes or 0) + lessons.start.margin_bytes,
+            mapped_bytes=host.mapped_bytes - mapped,
+            context_bytes=learned.context_bytes,
+            pool_bytes=learned.pool_bytes or 0,
+            fragmentation_bytes=learned.fragmentation_bytes,
+            margin_bytes=learned.margin_bytes,
         )
         return device, Demand(weights_bytes=mapped, mapped_bytes=mapped)
 
@@ -116,8 +117,3 @@ def _refused(demand: Demand, answer: DryRunRefused) -> Demand:
 def same_load(start: StartModel) -> StartModel:
     """What two starts have in common that take the same memory."""
     return msgspec.structs.replace(start, model="", route="", prefill_chunk_tokens=_ANY_CHUNK_TOKENS)
-
-
-def first_lessons(kind: str) -> Lessons:
-    """What a kind of device is charged before it has taught better."""
-    return Lessons(DEVICE_START.get(kind, DEVICE_START["vulkan"]))
