@@ -10,11 +10,10 @@ from pathlib import Path
 
 from relevo.core.demand import Demand, model_demand
 from relevo.core.load import LoadOptions
-from relevo.core.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Family, family
-from tests.golden.oracle import Placement, Setting, Weighed, weigh
+from tests.golden.oracle import Placement, Setting, Weighed, weigh_all
 
 MIB = 2**20
 CPU = Placement(accelerator="")
@@ -126,24 +125,14 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         file = family.write(Path(folder))
         shape = shape_of(read_header(file))
-        return [
-            case for placement in placements for case in _compare_one(libraries, file, shape, family, placement, usable)
-        ]
-
-
-def _compare_one(
-    libraries: Path,
-    file: Path,
-    shape: ModelShape,
-    family: Family,
-    placement: Placement,
-    grid: Sequence[dict[str, object]],
-) -> list[Case]:
-    options = [options_for(placement, **change) for change in grid]
-    planned = weigh(libraries, file, placement, [setting_of(one) for one in options])
+        wanted = [(placement, [options_for(placement, **change) for change in usable]) for placement in placements]
+        planned = weigh_all(
+            libraries, file, [(placement, [setting_of(one) for one in options]) for placement, options in wanted]
+        )
     return [
         Case(family.name, placement, one, *model_demand(shape, one), found)
-        for one, found in zip(options, planned, strict=True)
+        for (placement, options), answers in zip(wanted, planned, strict=True)
+        for one, found in zip(options, answers, strict=True)
     ]
 
 

@@ -91,6 +91,8 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Task(msgspec.Struct):
+    """One load, and the settings that are to be tried with it."""
+
     libraries: str
     file: str
     placement: Placement
@@ -99,17 +101,39 @@ class _Task(msgspec.Struct):
 
 
 def weigh(libraries: Path, file: Path, placement: Placement, settings: Sequence[Setting]) -> list[Weighed]:
-    """Dry-run this file with every setting, in the order given.
+    """Dry-run this file with every setting, in the order given; see `weigh_all`."""
+    return weigh_all(libraries, file, [(placement, settings)])[0]
 
-    A process of its own loads the model once. If it dies, the settings from there on carry its last words as `error`.
+
+def weigh_all(libraries: Path, file: Path, loads: Sequence[tuple[Placement, Sequence[Setting]]]) -> list[list[Weighed]]:
+    """Dry-run this file with every placement and setting, in the order given.
+
+    A process of its own loads the model once a placement. Where it dies, that setting carries its last words as
+    `error`, and another process goes on with the next.
     """
+    wanted = [(at, setting) for at, (_, settings) in enumerate(loads) for setting in settings]
+    found: list[Weighed] = []
+    while len(found) < len(wanted):
+        rest = wanted[len(found) :]
+        tasks = [
+            _Task(str(libraries), str(file), placement, [setting for of, setting in rest if of == at], "")
+            for at, (placement, _) in enumerate(loads)
+        ]
+        found += _answers([task for task in tasks if task.settings], len(rest))
+    answers = iter(found)
+    return [[next(answers) for _ in settings] for _, settings in loads]
+
+
+def _answers(tasks: list[_Task], count: int) -> list[Weighed]:
+    """What one process answers: all, or as many as it lived for and its last words."""
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers"
         answers.touch()
-        task = _Task(str(libraries), str(file), placement, list(settings), str(answers))
+        for task in tasks:
+            task.answers = str(answers)
         process = subprocess.run(
             [sys.executable, "-m", "tests.golden.oracle"],
-            input=msgspec.json.encode(task),
+            input=msgspec.json.encode(tasks),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -117,11 +141,14 @@ def weigh(libraries: Path, file: Path, placement: Placement, settings: Sequence[
             check=False,
         )
         found = [msgspec.json.decode(line, type=Weighed) for line in answers.read_bytes().splitlines()]
-    missing = len(settings) - len(found)
-    if missing:
+    if len(found) < count:
         last_words = process.stderr.decode(errors="replace").strip()[-600:]
-        found += [Weighed(error=f"The engine ended with {process.returncode}: {last_words}")] * missing
+        found.append(Weighed(error=f"The engine ended with {process.returncode}: {last_words}"))
     return found
+
+
+class _NotLoaded(Exception):
+    """The engine made no model of the file."""
 
 
 class _Oracle:
@@ -165,8 +192,12 @@ class _Oracle:
             )
         model = native.call.llama_model_load_from_file(os.fsencode(task.file), parameters)
         if model == native.ffi.NULL:
-            raise SystemExit("The engine cannot load this file: " + "; ".join(native.log.errors))
+            raise _NotLoaded("The engine cannot load this file: " + "; ".join(native.log.errors))
         return model
+
+    def free(self) -> None:
+        """Give the model back, so that another load can follow."""
+        self.native.call.llama_model_free(self._model)
 
     def _experts_on_host(self, layers: int) -> Any:
         """As llama.cpp's own option for it: a pattern a layer, closed by an empty entry."""
@@ -231,12 +262,18 @@ class _Oracle:
 
 
 def main() -> None:
-    """Answer the task on standard input, a line of its file for each setting."""
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)
-    oracle = _Oracle(task)
-    with Path(task.answers).open("ab", buffering=0) as answers:
-        for setting in task.settings:
-            answers.write(msgspec.json.encode(oracle.weigh(setting)) + b"\n")
+    """Answer the tasks on standard input, a line of their file for each setting."""
+    for task in msgspec.json.decode(sys.stdin.buffer.read(), type=list[_Task]):
+        with Path(task.answers).open("ab", buffering=0) as answers:
+            try:
+                oracle = _Oracle(task)
+            except _NotLoaded as e:
+                for _ in task.settings:
+                    answers.write(msgspec.json.encode(Weighed(error=str(e))) + b"\n")
+                continue
+            for setting in task.settings:
+                answers.write(msgspec.json.encode(oracle.weigh(setting)) + b"\n")
+            oracle.free()
 
 
 if __name__ == "__main__":
