@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,10 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from relevo.core.dry_run import DryRunFigures, DryRunRefused
+from relevo.core.demand import DEVICE_START, load_options, model_demand
+from relevo.core.dry_run import PRINTED_TO_BYTES, DryRunFigures, DryRunRefused, wants_dry_run, with_dry_run
 from relevo.core.events import Ready, StartModel
+from relevo.core.tier import Tier
+from relevo.models.gguf import read_header
+from relevo.models.shape import shape_of
 from relevo.replicas.dry_run import DryRuns, dry_run, dry_run_now
 from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
+from tests.golden.device_figures import FAMILIES
 from tests.golden.header_file import Tensor, write_header
 
 from .llama_process import LlamaProcess
@@ -129,6 +135,30 @@ def test_a_dry_run_tells_what_a_real_load_then_takes(start, libraries, demo_mode
     assert told.host_state_bytes == ready.state_bytes == 0
     assert (told.compute_bytes, told.kv_bytes, told.state_bytes) == (0, 0, 0)
     assert told.took_ms > 0
+    beat = worker.heartbeats[-1]
+    assert beat.peak_rss_bytes is not None
+    assert beat.data_bytes is not None
+    assert beat.peak_rss_bytes > beat.rss_bytes - (1 << 20) > 0
+
+
+@pytest.mark.parametrize("family", ["Mamba-130M", "Mamba-2-370M", "OpenELM-270M"])
+def test_what_has_no_closed_form_is_known_after_a_dry_run_and_is_what_a_real_load_takes(start, tmp_path, family):
+    path = FAMILIES[family].write(tmp_path)
+    order = start(path=str(path), context_tokens=512, repack=False)
+    loader = [sys.executable, str(Path(__file__).parent / "fakes" / "load_for_real.py")]
+    loaded = subprocess.run(loader, input=msgspec.json.encode(order), capture_output=True, check=True, timeout=30)
+    taken = msgspec.json.decode(loaded.stdout, type=dict[str, int])
+    before = model_demand(
+        shape_of(read_header(path)), load_options(order, on_device=False, learned=DEVICE_START["cpu"])
+    )
+    assert wants_dry_run(*before)
+    [told] = dry_run_now([order])
+    weighed = with_dry_run(*before, told)
+    assert not wants_dry_run(weighed.device, weighed.host)
+    assert weighed.tier is Tier.DRY_RUN
+    assert weighed.host.total_bytes is not None
+    for part in ("kv_bytes", "state_bytes", "compute_bytes", "output_bytes"):
+        assert getattr(weighed.host, part) == pytest.approx(taken[part], abs=3 * PRINTED_TO_BYTES), part
 
 
 def test_several_loads_take_one_process_and_each_gets_its_answer(start):

@@ -77,6 +77,14 @@ class Weighed(msgspec.Struct, frozen=True):
     tier: Tier
 
 
+_PLANNED = ("kv_bytes", "state_bytes", "compute_bytes", "output_bytes")
+
+
+def wants_dry_run(device: Demand, host: Demand) -> bool:
+    """Whether a part is unknown that a dry run would tell."""
+    return any(getattr(demand, part) is None for demand in (device, host) for part in _PLANNED)
+
+
 def with_dry_run(device: Demand, host: Demand, figures: DryRunFigures) -> Weighed:
     """Take KV, state, compute and output from a dry run of the same load; their reasons for being unknown go.
 
