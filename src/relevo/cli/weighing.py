@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from relevo.service.scales import Place, Scales, first_lessons
+from relevo.service.scales import Place, Scales, untaught
 
 if TYPE_CHECKING:
     from relevo.core.demand import Demand
@@ -42,10 +42,10 @@ class Weighing:
         self.reasons: list[str] = []
         """Why there are no figures of the engine although they are needed."""
         self._on_card = kind not in ("emulated", "host")
-        host = Scales(shape, Place.HOST, lambda _: first_lessons("cpu"))
+        host = Scales(shape, Place.HOST, untaught(Place.HOST))
         place = Place.CARD if self._on_card else Place.EMULATED
         self._host = host
-        self._device = host if kind == "host" else Scales(shape, place, lambda _: first_lessons(kind))
+        self._device = host if kind == "host" else Scales(shape, place, untaught(place, kind))
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(of its device, of the host besides); of a CPU route all is in the first."""

@@ -16,8 +16,6 @@ import msgspec
 from relevo.core.breaker import FaultKind
 from relevo.core.events import Ready, StartModel
 from relevo.core.learned import (
-    CARD_FLOORS,
-    SMALL_FLOORS,
     Circumstances,
     FailedAllocation,
     Key,
@@ -28,13 +26,12 @@ from relevo.core.learned import (
     decode,
     encode,
 )
-from relevo.core.load import DEVICE_START
 from relevo.core.tier import Tier
 from relevo.journal import AddMeasurement, Journal
 from relevo.replicas.death import Death
 from relevo.service.berths import Berth, HeldDevice, Life
 from relevo.service.records import log_failure
-from relevo.service.scales import RAM_START, Place, same_load
+from relevo.service.scales import Place, first_charge, same_load
 
 _log = logging.getLogger("relevo.learning")
 
@@ -69,9 +66,7 @@ class Learning:
 
     def lessons(self, held: HeldDevice, place: Place) -> Callable[[StartModel, Tier], Learned]:
         """What a load there is to be charged beside its predicted parts, asked anew for each weighing."""
-        kind = str(held.device.kind)
-        first = DEVICE_START.get(kind, DEVICE_START["vulkan"]) if place is Place.CARD else RAM_START[place]
-        floors = CARD_FLOORS if place is Place.CARD else SMALL_FLOORS
+        first, floors = first_charge(place, str(held.device.kind))
 
         def learned(start: StartModel, tier: Tier) -> Learned:
             key, under = key_of(start, held), self._circumstances(held)

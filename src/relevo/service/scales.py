@@ -6,15 +6,16 @@ learned from loads of the same kind on this machine. Unknown stays unknown: then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from relevo.core.demand import MIB, Demand, DeviceStart, load_options, model_demand
+from relevo.core import learned
+from relevo.core.demand import DEVICE_START, MIB, Demand, DeviceStart, load_options, model_demand
 from relevo.core.described import Described
 from relevo.core.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
 from relevo.core.events import StartModel
-from relevo.core.learned import Learned
+from relevo.core.learned import CARD_FLOORS, SMALL_FLOORS, Learned
 from relevo.core.shape import ModelShape
 from relevo.core.tier import Tier
 from relevo.service.plans import RESERVED_BYTES
@@ -31,7 +32,7 @@ class Place(Described):
     CARD = "card", "On a real card, with a part in RAM."
 
 
-RAM_START = {
+_RAM_START = {
     Place.HOST: DeviceStart(context_bytes=64 * MIB, pool_bytes=0, margin_bytes=32 * MIB),
     Place.EMULATED: DeviceStart(context_bytes=64 * MIB + RESERVED_BYTES, pool_bytes=0, margin_bytes=32 * MIB),
 }
@@ -39,6 +40,22 @@ RAM_START = {
 
 
 Lessons = Callable[[StartModel, Tier], Learned]
+"""What a load is to be charged beside its predicted parts; the tier is that of the prediction."""
+
+
+def first_charge(place: Place, kind: str) -> tuple[DeviceStart, Mapping[Tier, int]]:
+    """(what a kind of device is charged before this machine has taught better, the least margins by tier)."""
+    if place is Place.CARD:
+        return DEVICE_START.get(kind, DEVICE_START["vulkan"]), CARD_FLOORS
+    return _RAM_START[place], SMALL_FLOORS
+
+
+def untaught(place: Place, kind: str = "") -> Lessons:
+    """Where nothing was learned, or what was learned is out of reach."""
+    first, floors = first_charge(place, kind)
+    nothing = learned.Lessons()
+    key, under = learned.Key(model="", device="", options=""), learned.Circumstances("", "", "")
+    return lambda _start, tier: nothing.learned(key, under, predicted_by=tier, start=first, floors=floors)
 
 
 class Scales:
@@ -59,16 +76,16 @@ class Scales:
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(what it takes of the route's device, what it takes of the host besides)."""
         answer = self._answers.get(same_load(start))
-        learned = self.learned(start)
+        charge = self.learned(start)
         on_card = self.place is Place.CARD
         options = load_options(
-            start, on_device=on_card, learned=learned.start, fragmentation_bytes=learned.fragmentation_bytes
+            start, on_device=on_card, learned=charge.start, fragmentation_bytes=charge.fragmentation_bytes
         )
         device, host = model_demand(self.shape, options)
         if isinstance(answer, DryRunFigures):
             weighed = with_dry_run(device, host, answer)
             device, host = weighed.device, weighed.host
-        pair = (device, host) if on_card else self._in_ram(host, learned)
+        pair = (device, host) if on_card else self._in_ram(host, charge)
         if isinstance(answer, DryRunRefused):
             return _refused(pair[0], answer), _refused(pair[1], answer)
         if answer is None and any(demand.total_bytes is None for demand in pair):
@@ -91,17 +108,17 @@ class Scales:
         self._answers[same_load(start)] = answer
         self._unknown.pop(same_load(start), None)
 
-    def _in_ram(self, host: Demand, learned: Learned) -> tuple[Demand, Demand]:
+    def _in_ram(self, host: Demand, charge: Learned) -> tuple[Demand, Demand]:
         """Of a worker without a card. On an emulated device pages of the file stay in what plays the host."""
         mapped = host.mapped_bytes if self.place is Place.EMULATED else 0
         device = msgspec.structs.replace(
             host,
             weights_bytes=None if host.weights_bytes is None else host.weights_bytes - mapped,
             mapped_bytes=host.mapped_bytes - mapped,
-            context_bytes=learned.context_bytes,
-            pool_bytes=learned.pool_bytes or 0,
-            fragmentation_bytes=learned.fragmentation_bytes,
-            margin_bytes=learned.margin_bytes,
+            context_bytes=charge.context_bytes,
+            pool_bytes=charge.pool_bytes or 0,
+            fragmentation_bytes=charge.fragmentation_bytes,
+            margin_bytes=charge.margin_bytes,
         )
         return device, Demand(weights_bytes=mapped, mapped_bytes=mapped)
 
