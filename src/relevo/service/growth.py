@@ -11,13 +11,25 @@ from collections.abc import Callable
 
 from relevo.core import parking
 from relevo.core.cells import Answer, CellLease
-from relevo.core.events import Extend, Piece, Prefilled
+from relevo.core.events import Ask, Extend, Piece, Prefilled
+from relevo.core.forecast import OutputLengths
 from relevo.core.handover import Wish
 from relevo.service.metrics import Metrics
 from relevo.service.routes import Route
 from relevo.service.work import Choice, Parked, Work
 
 _log = logging.getLogger("relevo.growth")
+
+
+def expected_output(lengths: OutputLengths, ask: Ask, limit: int, drawn: int = 0) -> int:
+    """Output tokens that are set aside for an answer when it starts.
+
+    A limit that the client named is set aside whole: what it asked for is never parked and never gives way. So is that
+    of an answer which cannot end before its limit. Else what answers of this model were likely to need.
+    """
+    if ask.max_output_tokens is not None or ask.ignore_eos:
+        return limit
+    return lengths.expected(limit, drawn)
 
 
 class Growth:
@@ -44,15 +56,9 @@ class Growth:
 
     @staticmethod
     def _answer(route: Route, work: Work, choice: Choice) -> Answer:
-        """How an answer starts.
-
-        A limit that the client named is set aside whole: what it asked for is never parked and never gives way. So is
-        that of an answer which cannot end before its limit, and of one that gave way once: that is enough.
-        """
+        """How an answer starts. For one that gave way everything is set aside: once is enough."""
         drawn, limit = len(choice.tokens), choice.max_output_tokens
-        set_aside = limit
-        if work.ask.max_output_tokens is None and not work.ask.ignore_eos and not work.gave_way:
-            set_aside = route.forecast.outputs.expected(limit, drawn)
+        set_aside = limit if work.gave_way else expected_output(route.forecast.outputs, work.ask, limit, drawn)
         held = min(set_aside, parking.reach(len(work.prompt_tokens), drawn, limit))
         return Answer(choice.index, limit, set_aside, held)
 

@@ -29,6 +29,7 @@ from relevo.core.handover import Way
 from relevo.core.request import RequestState
 from relevo.replicas.state import ReplicaState
 from relevo.service.berths import Berth, HeldDevice, Posture
+from relevo.service.growth import expected_output
 from relevo.service.load_view import load_view
 from relevo.service.metrics import Metrics
 from relevo.service.routes import Route, ServedModel
@@ -69,6 +70,7 @@ class StatusBoard:
             prompt_tokens=prompt_tokens,
             outputs=outputs,
             output_is_default=ask.max_output_tokens is None,
+            expected_outputs=tuple(expected_output(model.preferred.forecast.outputs, ask, limit) for limit in outputs),
             policy=named(Policy, ask.policy),
             deadline_s=ask.deadline_s,
         )
@@ -89,7 +91,7 @@ class StatusBoard:
             cells=route.context_tokens,
             slots=route.slots,
             shared=route.shared,
-            cells_free=route.cells.free_cells,
+            cells_free=0 if route.parked else route.cells.free_cells,  # the next ones are for those who wait for them
             slots_free=route.cells.free_slots,
             queued=lane.queued,
             running=lane.running,
