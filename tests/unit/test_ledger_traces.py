@@ -181,6 +181,31 @@ def test_of_a_load_that_was_never_visible_a_reading_without_it_proves_nothing_ye
     assert ledger.available_bytes == 24 * GIB
 
 
+def test_a_holder_that_grew_and_died_at_once_is_not_back_because_its_growth_was_never_shown() -> None:
+    ledger = card()
+    lease = granted(ledger, 10 * GIB)
+    ledger.settle(lease, 0)
+    for at in (5.0, 7.5, 10.0):
+        ledger.observe(reading(0, at))
+    ledger.recount(lease, 10 * GIB)
+    ledger.release(lease, 10.2)
+    for used, at in ((0, 10.3), (10, 11.0)):
+        ledger.observe(reading(used * GIB, at))
+        assert (ledger.available_bytes, ledger.external_bytes) == (14 * GIB, 0)
+    ledger.observe(reading(0, 11.9))
+    assert ledger.available_bytes == 24 * GIB
+
+
+def test_one_holders_visible_memory_does_not_vouch_for_another_that_has_just_grown() -> None:
+    ledger = card()
+    other = granted(ledger, 12 * GIB)
+    ledger.settle(other, 0)
+    lease = living(ledger, 4 * GIB)
+    ledger.recount(other, 12 * GIB)  # no reading shows it yet
+    ledger.release(lease, 10.1)
+    assert (ledger.returning_bytes, ledger.available_bytes) == (4 * GIB, 8 * GIB)
+
+
 def test_where_the_kernel_itself_counts_the_next_reading_is_proof() -> None:
     ledger = card(lag_s=0.0)
     ledger.release(granted(ledger, 10 * GIB), 0.4)

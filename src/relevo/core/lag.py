@@ -65,6 +65,7 @@ class HeldWindow:
     def forget(self, bytes_: int, held_bytes: int) -> None:
         """A holder is gone, or its use is not known any more; what of it may still be seen is counted elsewhere."""
         for span in self._spans:
+            span.low_bytes = max(0, span.low_bytes - bytes_)
             span.high_bytes = max(span.high_bytes - bytes_, held_bytes)
         self.change(held_bytes)
         self._count()
