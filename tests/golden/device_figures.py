@@ -231,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help='the engine\'s name of it, such as "Vulkan0"')
     parser.add_argument("--family", help="only this one, a case a line on stdout")
     parser.add_argument("--first", type=int, default=0, help="of the family's loads, counted from 0")
+    parser.add_argument("--all", action="store_true", help="also families whose figures still stand")
     asked = parser.parse_args(arguments)
     libraries = asked.libraries or _libraries()
     if asked.family:
@@ -243,15 +244,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device is None:
         print(f"error: the libraries in {libraries} see no {asked.device or 'GPU'} on this machine.", file=sys.stderr)
         return 1
+    with tempfile.TemporaryDirectory() as folder:
+        digests = {name: digest_of(family.write(Path(folder))) for name, family in FAMILIES.items()}
+    empty = DeviceFigures(
+        engine=facts.engine, device=device.name, description=device.description, families=digests, cases=()
+    )
+    kept = {} if asked.all else _still_true(empty)
     cases: list[DeviceCase] = []
-    for family in FAMILIES.values():
-        found = list(_both(libraries, device.name, family))
+    for name, family in FAMILIES.items():
+        found = kept.get(name) or list(_both(libraries, device.name, family))
         failed = [case.error for case in found if case.error]
-        print(f"{family.name}: {len(found)} loads" + "".join(f"\n  {error}" for error in failed), flush=True)
+        how = " kept" if name in kept else ""
+        print(f"{name}: {len(found)} loads{how}" + "".join(f"\n  {error}" for error in failed), flush=True)
         cases += found
-    figures = DeviceFigures(engine=facts.engine, device=device.name, description=device.description, cases=tuple(cases))
-    FIGURES.write_bytes(_laid_out(figures))
+    FIGURES.write_bytes(_laid_out(msgspec.structs.replace(empty, cases=tuple(cases))))
     return 0
+
+
+def _still_true(now: DeviceFigures) -> dict[str, list[DeviceCase]]:
+    """The cases of the fixture, by family, that were taken of the same file and loads, with this engine and device."""
+    try:
+        old = msgspec.json.decode(FIGURES.read_bytes(), type=DeviceFigures)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    if (old.engine, old.description) != (now.engine, now.description):
+        return {}
+    kept = {}
+    for name, family in FAMILIES.items():
+        cases = [case for case in old.cases if case.family == name]
+        same = old.families.get(name) == now.families[name]
+        if same and [case.options for case in cases] == list(options_for(family)):
+            kept[name] = cases
+    return kept
 
 
 def _laid_out(figures: DeviceFigures) -> bytes:
