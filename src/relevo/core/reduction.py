@@ -78,14 +78,14 @@ def _least_harm(wish: LoadWish, start: StartModel, excess: Excess) -> StartModel
     for harm, candidate in sorted(_combinations(wish, start), key=lambda pair: pair[0]):
         if harm >= least:
             break
-        if _holds(excess(candidate)):
-            return candidate  # in order of harm, and any context costs more than the least found so far
+        # A context that costs too much does not help; and where the least that would help does not fit, more does not.
         tokens = _context_to_beat(start.context_tokens, floor, least - harm)
-        if tokens < start.context_tokens:
-            context = _largest_context(candidate, tokens, excess)
-            if context is not None:
-                found = replace(candidate, context_tokens=context)
-                least = harm + _context_harm(start.context_tokens, context)
+        context = _largest_context(candidate, tokens, excess)
+        if context == start.context_tokens:
+            return candidate  # in order of harm, and any context costs more than the least found so far
+        if context is not None:
+            found = replace(candidate, context_tokens=context)
+            least = harm + _context_harm(start.context_tokens, context)
     return found
 
 
@@ -204,8 +204,11 @@ def _context_to_beat(before_tokens: int, floor: int, harm: float) -> int:
 
 
 def _largest_context(start: StartModel, least_tokens: int, excess: Excess) -> int | None:
-    """The largest context below the start's that fits, from `least_tokens` (a multiple of 256); None: not even that."""
-    step = CONTEXT_STEP_TOKENS
-    high = -(-start.context_tokens // step) - 1
-    steps = largest_that_fits(least_tokens // step, high, lambda n: excess(replace(start, context_tokens=n * step)))
-    return None if steps is None else steps * step
+    """The largest context that fits, from `least_tokens` to the start's own, in steps of 256; None: not even that."""
+    step, whole = CONTEXT_STEP_TOKENS, start.context_tokens
+
+    def excess_at(steps: int) -> int | None:
+        return excess(replace(start, context_tokens=min(whole, steps * step)))
+
+    steps = largest_that_fits(-(-least_tokens // step), -(-whole // step), excess_at)
+    return None if steps is None else min(whole, steps * step)
