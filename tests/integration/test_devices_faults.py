@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from relevo.core.events import Ready, StartFailed
+from relevo.core.ledger import Ledger, Shortfall
 from relevo.devices import faults
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.faults import Faults
@@ -119,6 +120,10 @@ def test_a_lost_device_kills_its_processes_and_later_ones_until_it_is_back(
     faults.write(tmp_path, Faults(lost=True))
     reading = device.tick()
     assert reading.free_bytes is None and reading.total_bytes is None and "is lost" in (reading.reason or "")
+    ledger = Ledger("gpu0", declared_bytes=512 * MIB)
+    ledger.observe(reading)
+    refused = ledger.request("chat", MIB, reading.read_at)
+    assert isinstance(refused, Shortfall) and refused.available_bytes == 0
     assert grower.popen.wait(5) == -signal.SIGKILL
     late = Grower()
     try:

@@ -87,6 +87,7 @@ def test_a_lost_card_is_unknown_and_the_breaker_can_see_why(
     reading = _until(device, lambda r: r.free_bytes is None)
     assert device.fault == fault
     assert reading.reason is not None and words in reading.reason
+    assert reading.free_at_most_bytes == 0 and device.tells.startswith("Nothing is told of it now.")
     told = _events(device, 1)
     assert [e.kind for e in told] == [kind] and told[0].kind.fault is not None and words in told[0].sentence
     for _ in range(3):  # told once, however long it lasts

@@ -60,6 +60,7 @@ def test_a_card_is_read_through_the_engine(tmp_path: Path) -> None:
     assert device.refresh().free_bytes == 2 * MIB
     gone = device.refresh()
     assert gone.free_bytes is None and gone.reason is not None and "does not see Vulkan0 any more" in gone.reason
+    assert gone.free_at_most_bytes == 0
     device.refresh()
     assert [e.kind for e in device.events()] == [DeviceEventKind.OFF_THE_BUS]
     assert device.held_by(1) is None and "asked every" in EngineDevice("g", _card(), _facts, root=tmp_path).tells
@@ -149,6 +150,7 @@ def test_a_card_that_leaves_is_unknown_and_told_once(tmp_path: Path) -> None:
     for _ in range(2):
         reading = device.read()
         assert reading.free_bytes is None and reading.reason is not None and "any more" in reading.reason
+        assert reading.free_at_most_bytes == 0
     assert [e.kind for e in device.events()] == [DeviceEventKind.OFF_THE_BUS]
     (folder / "mem_info_vram_used").write_text("0")
     assert device.read().free_bytes == 16 * GIB

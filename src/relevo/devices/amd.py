@@ -14,6 +14,7 @@ from typing import Final
 
 from relevo.core.ledger import Reading
 from relevo.core.units import size_text
+from relevo.devices.device import gone
 from relevo.devices.host import memory_available
 
 _CARVE_OUT_BELOW_BYTES: Final = 2 << 30
@@ -84,8 +85,7 @@ class AmdCard:
         """Total and free. Of an integrated card, borrowed memory is free only where the machine has it."""
         memory = self.memory()
         if memory is None:
-            gone = "The kernel does not show this AMD card any more."
-            return Reading(None, None, read_at=now, reason=gone)
+            return gone("The kernel does not show this AMD card any more.", now)
         total, free = memory.vram_total_bytes, max(0, memory.vram_total_bytes - memory.vram_used_bytes)
         if not self.integrated:
             return Reading(total, free, read_at=now)

@@ -14,6 +14,11 @@ STALE_AFTER_S: Final = 5.0
 """A neighbour that starts meanwhile is not seen, so no longer than this where readings are to be had every second."""
 
 
+def gone(reason: str, read_at: float, total_bytes: int | None = None) -> Reading:
+    """The reading of a device that cannot be used now: nothing of it is free, whatever was declared for it."""
+    return Reading(total_bytes, None, read_at=read_at, reason=reason, free_at_most_bytes=0)
+
+
 class DeviceKind(Described):
     """What sort of device it is."""
 

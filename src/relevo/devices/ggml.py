@@ -22,7 +22,7 @@ from typing import Any, Final
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
 from relevo.devices.amd import find_amd_card
-from relevo.devices.device import CARD_LAG_S, DeviceKind
+from relevo.devices.device import CARD_LAG_S, DeviceKind, gone
 from relevo.devices.device import STALE_AFTER_S as KERNEL_STALE_AFTER_S
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.host import memory_available
@@ -237,7 +237,6 @@ class EngineDevice:
         """What happened since the last time."""
         if self._watching is not None:
             for event in self._watching.take(self._clock()):
-                _log.warning("Device %s: %s", self.name, event.sentence)
                 self._box.put(event)
         return self._box.take()
 
@@ -252,8 +251,8 @@ class EngineDevice:
             return self._reading
         card = next((device for device in facts.devices if device.name == self.engine_device), None)
         if card is None:
-            gone = f"The engine does not see {self.engine_device} any more."
-            self._reading = self._note_gone(self._unknown(None, gone))
+            unseen = f"The engine does not see {self.engine_device} any more."
+            self._reading = self._note_gone(gone(unseen, self._clock()))
         else:
             self._gone_told = False
             self._reading = self._judge(card)
@@ -287,10 +286,10 @@ class EngineDevice:
 
     def _note_gone(self, reading: Reading) -> Reading:
         """A card that was there and is not shown any more: told once, until it is back."""
-        gone = reading.total_bytes is None
-        if gone and not self._gone_told:
+        is_gone = reading.total_bytes is None
+        if is_gone and not self._gone_told:
             self._box.put(DeviceEvent(DeviceEventKind.OFF_THE_BUS, "gone", reading.reason or "", self._clock()))
-        self._gone_told = gone
+        self._gone_told = is_gone
         return reading
 
     def _watch(self) -> None:

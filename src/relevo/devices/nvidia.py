@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
-from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind
+from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind, gone
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.host import memory_available
 from relevo.devices.nvml import Card, CardEvent, RecoveryAction, Trouble, attempt, explain, text
@@ -79,6 +79,8 @@ class NvidiaDevice:
         """`device_lost`, `reset_required` or `driver` while the driver says so; None otherwise."""
         self.recovery_action: RecoveryAction | None = None
         """What the driver says the card needs; None where it does not tell. Probe only at `none` or None."""
+        self.library_answers = False
+        """Whether the management library could be used at all, whatever it said of this card."""
         self._nvml = nvml
         self._clock = clock
         self._interval_s = interval_s
@@ -106,6 +108,8 @@ class NvidiaDevice:
         """For people: what the driver says of this card, and what it does not."""
         if self.facts is None:
             return "The driver has not been heard yet."
+        if self.fault is not None:
+            return f"Nothing is told of it now. {self._reading.reason}"
         shared = self._reading.total_bytes is None and self._reading.free_at_most_bytes is not None
         told = ["no memory (it is the machine's)" if shared else "total, free and the driver's own part of memory"]
         told += ["errors as they happen"] * self._tells_events
@@ -147,7 +151,7 @@ class NvidiaDevice:
         if silent_s <= SILENT_AFTER_S or reading.free_bytes is None:
             return reading
         reason = f"The NVIDIA driver has not answered for {silent_s:.0f} s."
-        return Reading(reading.total_bytes, None, read_at=reading.read_at, reason=reason)
+        return gone(reason, reading.read_at, reading.total_bytes)
 
     def held_by(self, pid: int) -> int | None:
         """What the driver says that a process holds on the card. A hint; None where it does not tell."""
@@ -189,6 +193,7 @@ class NvidiaDevice:
 
     def _open(self, nvml: Any) -> Card:
         nvml.nvmlInit()
+        self.library_answers = True
         try:
             card = Card(nvml, self.which)
             self.facts = NvidiaFacts(
@@ -273,13 +278,14 @@ class NvidiaDevice:
     def _note(self, trouble: Trouble) -> None:
         self.fault = trouble.fault
         self._held = None
-        self._reading = Reading(None, None, read_at=self._clock(), reason=trouble.sentence)
+        now = self._clock()
+        unknown = Reading(None, None, read_at=now, reason=trouble.sentence)
+        self._reading = unknown if trouble.fault is None else gone(trouble.sentence, now)
         if trouble.event is not None and trouble.event is not self._troubled:
             self._tell(trouble.event, trouble.fault or "driver", trouble.sentence)
         self._troubled = trouble.event
 
     def _tell(self, kind: DeviceEventKind, code: str, sentence: str) -> None:
-        _log.warning("Device %s: %s", self.name, sentence)
         self._box.put(DeviceEvent(kind, code, sentence, self._clock()))
 
 

@@ -28,7 +28,7 @@ from typing import Final
 from relevo.core.errors import DeviceError
 from relevo.core.ledger import Reading
 from relevo.devices.ballast import registered_pids
-from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind
+from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind, gone
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.faults import FaultFile, Faults
 from relevo.devices.xids import xid
@@ -246,7 +246,7 @@ class SoftDevice:
         """What is said, which is not what is true while faults are played."""
         now, faults = self._clock(), self._faults
         if faults.lost:
-            return Reading(None, None, read_at=now, reason="The emulated device is lost, as its faults.json says.")
+            return gone("The emulated device is lost, as its faults.json says.", now)
         if faults.stale and self._stale is not None:
             return self._stale
         free = max(0, self.total_bytes - self._shown_used(now - faults.lag_s))
