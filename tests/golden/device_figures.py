@@ -31,7 +31,10 @@ from tests.golden import families_attention, families_state
 from tests.golden.oracle import Buffer, _Oracle
 
 FIGURES = Path(__file__).with_name("device_figures.json")
-FAMILIES: dict[str, Any] = {family.name: family for family in (*families_state.FAMILIES, *families_attention.FAMILIES)}
+FAMILIES: dict[str, Any] = {
+    family.name: family
+    for family in (*families_state.FAMILIES, *families_attention.FAMILIES, *families_attention.MORE_FAMILIES)
+}
 PATIENCE_S = 300
 _AS_BUILT = "GGML_VK_DISABLE_GRAPH_OPTIMIZE"
 
