@@ -139,3 +139,39 @@ def test_a_twin_that_may_rest_rests_with_its_memory_leased_and_wakes_when_it_is_
     assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
     assert replica(house, "m", "cpu")["load"]["posture"] == "wanted"
     assert_idle(house)
+
+
+def test_an_allocation_that_fails_although_it_was_admitted_is_redirected_and_remembered(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(600, {"m": FIXED}))
+    folder(house).mkdir(parents=True)
+    write(folder(house), Faults(external_bytes=480 * MIB, all_free=True))  # the device lies: a neighbour is there
+    house.start(both_routes=False)
+    wait_for("the load to have failed", lambda: replica(house, "m", "gpu")["last_death"], 30)
+    assert replica(house, "m", "gpu")["last_death"]["kind"] == "allocation"
+    answer = ask(house, "m")
+    assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu", "the client sees no error"
+    predicted = wait_for(
+        "the next load to be weighed higher",
+        lambda: (p := replica(house, "m", "gpu")["load"]["predicted"]).get("fragmentation_bytes") and p,
+        30,
+    )
+    assert predicted["fragmentation_bytes"] >= 64 * MIB
+    clear(folder(house))
+    assert ask(house, "m").status_code == 200
+    assert_idle(house)
+
+
+def test_a_load_that_was_reduced_is_loaded_in_full_once_there_is_room_for_it(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(700, {"m": "least_context_tokens = 512\noffload = false\n"}))
+    folder(house).mkdir(parents=True)
+    write(folder(house), Faults(external_bytes=305 * MIB))
+    house.start()
+    assert replica(house, "m", "gpu")["load"]["step"] == "reduce"
+    clear(folder(house))
+    full = wait_for(
+        "the whole context to be back",
+        lambda: (r := replica(house, "m", "gpu"))["state"] == "serving" and r["load"]["context_tokens"] == 2048 and r,
+        60,
+    )
+    assert full["load"]["step"] == "admit" and not full["load"]["changes"]
+    assert ask(house, "m").headers["x-relevo-route"] == "gpu"

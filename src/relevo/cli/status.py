@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from relevo.cli.output import duration_text, figure, plain, print_json, short, table, time_text
+from relevo.cli.output import bytes_text, duration_text, figure, plain, print_json, short, table, time_text
 from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
 
 if TYPE_CHECKING:
@@ -98,29 +98,77 @@ def render_status(found: dict[str, Any], url: str) -> list[RenderableType]:
     head = Text.assemble("Relevo ", (state, f"bold {colour}"), f"  {plain(str(found.get('version', '')))}  {url}")
     for reason in found.get("reasons") or []:
         head.append(f"\n{plain(str(reason))}")
-    tables = (_devices(found), _replicas(found), _lanes(found))
+    tables = (_devices(found), _leases(found), _replicas(found), _lanes(found))
     parts: list[RenderableType] = [head, *(part for made in tables for part in (Text(), made))]
     parts.append(Text("\n" + certificate_text(found.get("certificate"), found.get("certificate_reason"))))
     return parts
 
 
+_SIZES = {
+    "total": "total_bytes",
+    "driver": "driver_reserved_bytes",
+    "leased": "leased_bytes",
+    "external": "external_bytes",
+    "available": "available_bytes",
+    "headroom": "headroom_bytes",
+}
+
+
 def _devices(found: dict[str, Any]) -> RenderableType:
-    sizes = ("total", "leased", "external", "available", "headroom")
-    made = table("Devices", "name", "kind", *sizes, "breaker", numbers=sizes)
+    made = table("Devices", "name", "kind", *_SIZES, "pressure", "read", "breaker", numbers=tuple(_SIZES))
     notes: list[str] = []
     for device in found.get("devices") or []:
         name, breaker = plain(str(device.get("name"))), device.get("breaker") or {}
-        figures = [figure(device, f"{size}_bytes") for size in sizes]
+        figures = [figure(device, field) for field in _SIZES.values()]
         made.add_row(
-            name, kind_text(device), *(text.split(":")[0] for text in figures), str(breaker.get("state") or "-")
+            name,
+            kind_text(device),
+            *(text.split(":")[0] for text in figures),
+            plain(str(device.get("pressure_stage") or "unknown")),
+            age_text(device.get("read_at")),
+            str(breaker.get("state") or "-"),
         )
         if device.get("description"):
             notes.append(f"{name}: {plain(str(device['description']))}")
-        notes += [f"{name}: {size} is {text}" for size, text in zip(sizes, figures, strict=True) if ":" in text]
+        notes += [f"{name}: {size} is {text}" for size, text in zip(_SIZES, figures, strict=True) if ":" in text]
+        if device.get("pressure_reason"):
+            notes.append(f"{name}: pressure is unknown: {plain(str(device['pressure_reason']))}")
         if breaker.get("state") not in (None, "closed"):
             notes.append(f"{name}: breaker {breaker_text(breaker)}")
     made.caption = "\n".join(notes) or None
     return made
+
+
+def _leases(found: dict[str, Any]) -> RenderableType:
+    """Who holds what of each device, beside what was seen of it."""
+    numbers = ("leased", "seen", "highest")
+    made = table("Leases", "device", "holder", "state", *numbers, "weighed by", numbers=numbers)
+    loads = {replica.get("name"): replica for replica in found.get("replicas") or []}
+    notes: list[str] = []
+    for device in found.get("devices") or []:
+        for lease in device.get("leases") or []:
+            replica = loads.get(lease.get("holder")) or {}
+            load = replica.get("load") if replica.get("device") == device.get("name") else None
+            load = load or {}
+            made.add_row(
+                plain(str(device.get("name"))),
+                plain(str(lease.get("holder"))),
+                plain(str(lease.get("state"))),
+                bytes_text(lease["bytes"]),
+                *(
+                    "-" if load.get(field) is None else bytes_text(load[field])
+                    for field in ("observed_bytes", "peak_bytes")
+                ),
+                plain(str(load.get("tier") or "-")),
+            )
+            notes += [f"{plain(str(lease.get('holder')))}: {plain(change)}" for change in load.get("changes") or []]
+    made.caption = "\n".join(notes) or None
+    return made
+
+
+def age_text(at: Any) -> str:
+    """How long ago a figure was read."""
+    return "never" if not isinstance(at, int | float) else f"{duration_text(max(0.0, time.time() - at))} ago"
 
 
 def kind_text(device: dict[str, Any]) -> str:

@@ -274,6 +274,7 @@ class StatusBoard:
             "name": held.name,
             "kind": held.device.kind,
             "description": held.device.description,
+            "tells": held.device.tells,
             "emulated": held.emulated,
             "total_bytes": view.total_bytes,
             "driver_reserved_bytes": view.driver_reserved_bytes,
