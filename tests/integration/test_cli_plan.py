@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,14 +14,20 @@ from typing import Any
 import pytest
 
 from relevo.cli import main
+from relevo.cli.place import ServicePlace
+from relevo.cli.planning import Planner
+from relevo.core.learned import Circumstances, Observation, encode
+from relevo.journal import AddMeasurement
 from relevo.models.fingerprint import weights_digest
 from relevo.models.gguf import read_header
 from relevo.models.gguf_split import read_model
+from relevo.service.learning import key_of
 from tests.golden.header_file import write_header
 from tests.unit import gguf_writer as w
 from tests.unit.test_cli_plan import llama
 
 from .api_house import open_house
+from .fakes.journal_kit import opened
 from .gguf_parts import split_model
 
 pytestmark = pytest.mark.usefixtures("own_place")
@@ -130,6 +137,47 @@ def test_a_running_service_tells_what_is_free(
         assert "the running service's figures" in capsys.readouterr().out
 
 
+def test_what_earlier_loads_taught_is_in_the_figures_until_the_engine_is_another(
+    own_place: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planner = Planner(ServicePlace())
+    sizing = planner.plan(str(demo_model), {"context_tokens": 512}, device="cpu").sizing
+    reported = {"kv_bytes": 10 * MIB, "compute_bytes": 2 * MIB}
+
+    def seen(engine: str) -> Observation:
+        return Observation(
+            key=key_of(sizing.cpu, planner.host),  # type: ignore[arg-type]
+            under=Circumstances("llama.cpp host", engine, planner.host.description),
+            at=1.0, predicted=reported, reported=reported, loaded_bytes=111 * MIB, peak_bytes=112 * MIB,
+        )  # fmt: skip
+
+    async def taught(record: Observation) -> None:
+        async with opened(own_place / "state") as journal:
+            await journal.commit(
+                AddMeasurement(
+                    key=record.key.text,
+                    engine=record.under.engine_build,
+                    driver=record.under.driver,
+                    at=1.0,
+                    value=encode(record),
+                )
+            )
+
+    words = (demo_model, "--device", "cpu", "--context", "512")
+    asyncio.run(taught(seen("another engine")))
+    untaught = plan(capsys, *words)
+    assert (untaught["tier"], untaught["host_parts"]["context_bytes"]) == ("closed form", 64 * MIB)
+    assert untaught["learned"]["observations"] == 0
+    asyncio.run(taught(seen(planner.facts.engine)))
+    learned = plan(capsys, *words)
+    assert (learned["tier"], learned["learned"]["basis"]) == ("learned", "key")
+    assert learned["host_parts"]["context_bytes"] == 99 * MIB
+    assert main(["plan", *map(str, words)]) == 0
+    assert "from one load seen here" in capsys.readouterr().out
+    other = plan(capsys, demo_model, "--device", "cpu", "--context", "1024")
+    assert (other["tier"], other["learned"]["basis"]) == ("closed form", "device")
+
+
 def big_vocabulary(path: Path) -> Path:
     """A header with 152,000 tokens and 151,000 merges."""
     tokens = [f"token{i}" + "x" * (i % 13) for i in range(152_000)]
@@ -165,6 +213,10 @@ def test_the_whole_command_stays_small(own_place: Path, tmp_path: Path) -> None:
 _MEASURED = """
 import contextlib, io, sys
 from relevo.cli import main
+from relevo.cli.place import ServicePlace
+from relevo.cli.planning import Planner
+from relevo.core.learned import Circumstances, Observation, encode
+from relevo.journal import AddMeasurement
 from relevo.models.gguf import read_header
 with contextlib.redirect_stdout(io.StringIO()):
     assert main(["plan", sys.argv[1], "--device-memory", "1GiB"]) == 0

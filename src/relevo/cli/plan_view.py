@@ -56,6 +56,12 @@ def plan_view(plan: Plan) -> dict[str, Any]:
         "context_trained_tokens": header.context_trained_tokens,
         "tier": str(plan.tier),
         "tier_reason": plan.engine_reason,
+        "learned": {
+            "basis": str(plan.learned.basis),
+            "observations": plan.learned.observations,
+            "failed_allocations": plan.learned.failures,
+            "reason": plan.lessons_reason,
+        },
         "device": sizing.target.name,
         "options": options_view(sizing.start),
         "parts": device.parts(),
@@ -197,6 +203,14 @@ def head_lines(plan: Plan) -> list[str]:
     if trained is not None and start.context_tokens > trained:
         lines.append(f"Beware: {start.context_tokens} tokens are more than the {trained} it was trained for.")
     lines.append(f"Figures: {plan.tier}: {_TIERS[plan.tier]}.")
+    if plan.learned.observations:
+        count = plan.learned.observations
+        seen = "one load" if count == 1 else f"{count} loads"
+        lines.append(
+            f"What process or driver take, and the margin, follow from {seen} seen here. {plan.learned.basis.sentence}"
+        )
+    if plan.lessons_reason:
+        lines.append(plain(plan.lessons_reason))
     return lines
 
 

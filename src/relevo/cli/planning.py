@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from dataclasses import replace as replace_sizing
 from functools import cached_property
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from relevo.cli.lessons import Recalled
 from relevo.cli.sizing import Sizing, find_model, model_config, read_model, size_up
 from relevo.cli.targets import choose_target, targets_now
-from relevo.cli.weighing import Weighing
+from relevo.cli.weighing import Weighing, place_of
 from relevo.core.ladder import decide_load, largest_context
 from relevo.core.reduction import changes_between
 from relevo.core.room import Scales as LadderScales
 from relevo.core.room import room_of, why_not
 from relevo.core.verdict import Step
 from relevo.service.plans import hybrid_plan
+from relevo.service.scales import Place
 
 if TYPE_CHECKING:
     from relevo.cli.place import ServicePlace
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
     from relevo.config import Config
     from relevo.core.demand import Demand
     from relevo.core.events import StartModel
+    from relevo.core.learned import Learned
     from relevo.core.tier import Tier
     from relevo.core.verdict import LoadVerdict
     from relevo.core.wish import LoadWish
+    from relevo.devices.ggml import EngineFacts
 
 _MOST_PLANNED_TOKENS = 1 << 20
 
@@ -74,6 +79,10 @@ class Plan:
     tier: Tier
     engine_reason: str | None
     """Why the engine's dry run did not give what the formulas do not know."""
+    learned: Learned
+    """What earlier loads here taught of such a one."""
+    lessons_reason: str | None
+    """Why what loads taught here is not in the figures, where there may be something."""
     device: Demand
     """Of what it is loaded on; of a CPU route, the host."""
     host: Demand
@@ -102,6 +111,18 @@ class Planner:
         """The host and every device here, with what is free of each."""
         return targets_now(self.config, self._place)
 
+    @cached_property
+    def facts(self) -> EngineFacts:
+        """What the engine sees here, asked in a process of its own. Raises LibraryError, DeviceError."""
+        from relevo.devices.ggml import inspect
+
+        return inspect(self.libraries())
+
+    @cached_property
+    def recalled(self) -> Recalled:
+        """What earlier loads here taught."""
+        return Recalled(self.paths.state, lambda: self.facts)
+
     @property
     def host(self) -> Target:
         """The machine's own memory."""
@@ -124,7 +145,7 @@ class Planner:
         target = choose_target(targets, device, base.device if base is not None else None, memory_bytes)
         if target.here:  # as it would be configured
             model = replace(model, device=None if target.is_host else target.name)
-        asked = size_up(name, header, shape, model, target)
+        asked = size_up(name, header, shape, model, target, cpu_variant=self._cpu_variant(target))
         scales = self._scales(asked, dry_run=dry_run)
         first = _fits(asked, scales, host)
         rows = [first] if target.here or target.total_bytes is not None else []
@@ -138,6 +159,8 @@ class Planner:
             sizing=asked,
             tier=scales.tier(asked.start),
             engine_reason=" ".join(scales.reasons) or None,
+            learned=scales.learned(asked.start),
+            lessons_reason=self.recalled.reason,
             device=demand,
             host=beside,
             cpu=cpu,
@@ -159,12 +182,29 @@ class Planner:
         """The same model on another device; on the host, the CPU route that it has anyway."""
         if other.is_host:
             return replace_sizing(asked, target=other, gpu=None), scales
-        sized = size_up(asked.name, asked.header, asked.shape, replace(asked.model, device=other.name), other)
+        model = replace(asked.model, device=other.name)
+        variant = self._cpu_variant(other)
+        sized = size_up(asked.name, asked.header, asked.shape, model, other, cpu_variant=variant)
         return sized, scales if other.kind == asked.target.kind else self._scales(sized, dry_run=dry_run)
+
+    def _cpu_variant(self, target: Target) -> str | None:
+        """Which CPU library plays this device; only asked where something was learned, which may differ by it."""
+        from relevo.core.errors import RelevoError
+        from relevo.devices.variants import cpu_variant
+
+        described = self.config.devices.get(target.name)
+        if not target.emulated or described is None or not len(self.recalled.lessons):
+            return None
+        with contextlib.suppress(RelevoError):
+            best, there = self.facts.best_cpu_variant, self.facts.cpu_variants
+            return cpu_variant(best, there, equal_arithmetic=described.equal_arithmetic)
+        return None
 
     def _scales(self, sizing: Sizing, *, dry_run: bool) -> Weighing:
         """The closed form, and the engine's word for what it does not know."""
-        scales = Weighing(sizing.shape, sizing.target.kind)
+        target = sizing.target
+        lessons = self.recalled.of(target, place_of(target.kind))
+        scales = Weighing(sizing.shape, target.kind, lessons, self.recalled.of(self.host, Place.HOST))
         starts = [start for start in dict.fromkeys((sizing.start, sizing.cpu)) if not scales.knows(start)]
         if not starts:
             return scales

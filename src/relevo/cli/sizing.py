@@ -182,15 +182,26 @@ def _check_context(option: str, wanted: int | None, trained: int | None) -> None
         raise ConfigError(f"{option} {wanted} is not possible: at most {1 << 24} tokens.")
 
 
-def size_up(name: str, header: GgufHeader, shape: ModelShape, model: ModelConfig, target: Target) -> Sizing:
-    """How it would be loaded on this device, and as its CPU route. The worker's own parameters."""
+def size_up(
+    name: str,
+    header: GgufHeader,
+    shape: ModelShape,
+    model: ModelConfig,
+    target: Target,
+    *,
+    cpu_variant: str | None = None,
+) -> Sizing:
+    """How it would be loaded on this device, and as its CPU route. The worker's own parameters.
+
+    `cpu_variant`: the CPU library that computes on an emulated device; None: the best.
+    """
     on_card = not target.is_host and not target.emulated
     cpu = cpu_plan(name, model, Path(header.path).absolute(), Path(), on_card=on_card, threads=1)
     gpu: StartModel | None = None
     if on_card:
         gpu = gpu_plan(cpu, model, shape, target.engine_device)
     elif target.emulated:
-        gpu = emulated_plan(cpu, model, None)
+        gpu = emulated_plan(cpu, model, cpu_variant)
     return Sizing(name, header, shape, model, target, cpu, gpu)
 
 

@@ -38,6 +38,10 @@ class Target:
     headroom_bytes: int | None = None
     reason: str | None = None
     """Why what is available is not known."""
+    description: str = ""
+    """The card and its driver, in the service's words: of another nothing that was learned counts."""
+    device_kind: str = ""
+    """As the service calls the kind; `kind` is what it is charged as."""
     source: str = ""
     """Where the figures come from, for people."""
     here: bool = True
@@ -124,6 +128,8 @@ def _read(name: str, kind: str, engine_device: str, reading: Reading | None, **m
         reason=None if known else more.pop("reason", None) or ledger.unknown_reason,
         source=more.pop("source", f"{name}: read now"),
         here=more.pop("here", True),
+        description=more.pop("description", ""),
+        device_kind=more.pop("device_kind", kind),
     )
 
 
@@ -135,9 +141,12 @@ def _of_service(place: ServicePlace) -> list[Target] | None:
     import os
 
     from relevo.cli.running import URL_VARIABLE, ServiceDown, running
-    from relevo.journal.folder import read_holder
 
     named = place.url or os.environ.get(URL_VARIABLE)
+    if not named and not place.paths().state.is_dir():
+        return None
+    from relevo.journal.folder import read_holder
+
     if not named and read_holder(place.paths().state) is None:
         return None
     try:
@@ -162,6 +171,8 @@ def _of_status(device: dict[str, Any]) -> Target:
         available_bytes=device.get("available_bytes"),
         headroom_bytes=device.get("headroom_bytes"),
         reason=device.get("reason") if device.get("available_bytes") is None else None,
+        description=str(device.get("description") or ""),
+        device_kind=str(device.get("kind")),
         source="the running service's figures",
         holders=tuple(Holder(holder=str(held.get("holder")), bytes_=int(held.get("bytes") or 0)) for held in leases),
     )
@@ -184,18 +195,23 @@ def _all(config: Config) -> list[tuple[str, DeviceConfig]]:
 def _host(config: Config) -> Target:
     from relevo.devices.host import HostDevice
 
-    reading = HostDevice().read()
+    device = HostDevice()
+    reading = device.read()
     floor = config.host.floor_bytes
     if floor is None and reading.total_bytes is not None:  # as the service keeps it free
         floor = min(max(reading.total_bytes // 10, 2 << 30), reading.total_bytes // 4)
-    return _read(HOST, HOST, "cpu", reading, declared_bytes=config.host.budget_bytes, headroom_bytes=floor)
+    limits = {"declared_bytes": config.host.budget_bytes, "headroom_bytes": floor}
+    return _read(HOST, HOST, "cpu", reading, description=device.description, **limits)
 
 
 def _described(name: str, described: DeviceConfig, config: Config, paths: Paths) -> Target:
     if described.kind == "emulated":
+        from relevo.devices.soft import SoftDevice
+
         total = described.total_bytes or 0
         reading = Reading(total, total, read_at=0.0)
-        return _read(name, "emulated", "cpu", reading, declared_bytes=total, headroom_bytes=described.headroom_bytes)
+        limits = {"declared_bytes": total, "headroom_bytes": described.headroom_bytes}
+        return _read(name, "emulated", "cpu", reading, description=SoftDevice(name, total).description, **limits)
     return _card(name, described, config, paths)
 
 
@@ -214,7 +230,8 @@ def _card(name: str, described: DeviceConfig, config: Config, paths: Paths) -> T
         device = open_device(name, described, inspect(libraries), libraries, paths)
         try:
             kind = _CHARGED_AS.get(str(device.kind), str(device.kind))
-            return _read(name, kind, device.engine_device, device.read(), **limits)
+            told = {"description": device.description, "device_kind": str(device.kind)}
+            return _read(name, kind, device.engine_device, device.read(), **told, **limits)
         finally:
             stop = getattr(device, "stop", None)
             if stop is not None:

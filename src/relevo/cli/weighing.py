@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from relevo.service.scales import Place, Scales, untaught
+from relevo.service.scales import Lessons, Place, Scales, untaught
 
 if TYPE_CHECKING:
     from relevo.core.demand import Demand
     from relevo.core.dry_run import DryRunFigures
     from relevo.core.events import StartModel
+    from relevo.core.learned import Learned
     from relevo.core.shape import ModelShape
     from relevo.core.tier import Tier
 
@@ -29,6 +30,11 @@ _HOST_PARTS = {
 """Part of a demand -> field of the dry run's figures."""
 
 
+def place_of(kind: str) -> Place:
+    """Where the worker of a load on this kind of device has its memory."""
+    return {"host": Place.HOST, "emulated": Place.EMULATED}.get(kind, Place.CARD)
+
+
 class Weighing:
     """The scales of one model in one place: the service's own, and bounds for what they do not know.
 
@@ -36,16 +42,17 @@ class Weighing:
     loads bound all that take less. `weigh` is what the ladder calls.
     """
 
-    def __init__(self, shape: ModelShape, kind: str) -> None:
+    def __init__(
+        self, shape: ModelShape, kind: str, lessons: Lessons | None = None, host_lessons: Lessons | None = None
+    ) -> None:
         self.planned: list[tuple[StartModel, DryRunFigures]] = []
         """Loads that the engine itself has planned."""
         self.reasons: list[str] = []
         """Why there are no figures of the engine although they are needed."""
         self._on_card = kind not in ("emulated", "host")
-        host = Scales(shape, Place.HOST, untaught(Place.HOST))
-        place = Place.CARD if self._on_card else Place.EMULATED
-        self._host = host
-        self._device = host if kind == "host" else Scales(shape, place, untaught(place, kind))
+        self._host = Scales(shape, Place.HOST, host_lessons or untaught(Place.HOST))
+        place = place_of(kind)
+        self._device = self._host if kind == "host" else Scales(shape, place, lessons or untaught(place, kind))
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(of its device, of the host besides); of a CPU route all is in the first."""
@@ -64,6 +71,10 @@ class Weighing:
     def tier(self, start: StartModel) -> Tier:
         """Where its figures come from."""
         return self._scales(start).tier(start)
+
+    def learned(self, start: StartModel) -> Learned:
+        """What loads like this one have taught here."""
+        return self._scales(start).learned(start)
 
     def learn(self, start: StartModel, figures: DryRunFigures) -> None:
         """What the engine said of this load."""
