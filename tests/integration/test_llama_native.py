@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from relevo.core.errors import LibraryError, ModelFileError
+from relevo.core.events import StartModel
 from relevo.workers.llama import native as binding
 from relevo.workers.llama.footprint import OwnFootprint
+from relevo.workers.llama.landing import what_did_not_land
 from relevo.workers.llama.native import LayoutMismatch, cpu_variants, find_library, load_native
 from relevo.workers.llama.native_log import MIB, NativeLog, reported_bytes
 from relevo.workers.llama.vocabulary import Vocabulary
+from tests.golden.header_file import write_header
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +213,63 @@ def test_facts_of_layers_are_read_from_debug_lines_that_are_not_kept():
     log.begin_load()
     assert log.facts.placed == {}
     assert reported_bytes(log, "Vulkan0")["model_bytes"] is None
+
+
+class Placing:
+    """Stands for an engine that placed a model of four layers, the last two and the head on Vulkan0."""
+
+    def __init__(self, landed_mib: float, left_back: tuple[int, ...] = ()) -> None:
+        self.log = NativeLog()
+        self.call = SimpleNamespace(llama_model_n_layer=lambda _: 4)
+        for layer in range(5):
+            device = "CPU" if layer < 2 else "Vulkan0"
+            self.log.add(1, f"load_tensors: layer {layer:3d} assigned to device {device}, is_swa = 0\n")
+        for layer in left_back:
+            self.log.add(1, f"tensor blk.{layer}.ffn_up_exps.weight (8 MiB f32) buffer type overridden to CPU\n")
+        self.log.add(2, "load_tensors: offloaded 3/5 layers to GPU\n")
+        if landed_mib:
+            self.log.add(2, f"load_tensors:      Vulkan0 model buffer size = {landed_mib:8.2f} MiB\n")
+
+
+@pytest.mark.parametrize(
+    ("placing", "options", "complaint"),
+    [
+        (Placing(20), {}, None),
+        (Placing(18.5), {}, None),  # some small tensors a backend leaves to the CPU
+        (Placing(4), {}, "Only 4.0 MiB of 20.0 MiB of weights landed on Vulkan0"),
+        (Placing(0), {}, "Only 0 B of 20.0 MiB of weights landed on Vulkan0"),
+        (Placing(12, left_back=(2,)), {"host_expert_layers": 1}, None),
+        (Placing(4, left_back=(2,)), {"host_expert_layers": 1}, "Only 4.0 MiB of 12.0 MiB"),
+        (Placing(20), {"gpu_layers": 99}, "Only 3 of 5 layers of the model landed on Vulkan0."),
+        (Placing(20), {"gpu_layers": -1}, "Only 3 of 5 layers"),
+        (Placing(20), {"device": "Vulkan1"}, "Only 0 of 3 layers of the model landed on Vulkan1."),
+        (Placing(0), {"gpu_layers": 0}, None),
+    ],
+)
+def test_weights_that_went_elsewhere_are_noticed(tmp_path, placing, options, complaint):
+    path = write_header(
+        tmp_path / "four.gguf",
+        {"general.architecture": "llama", "llama.block_count": 4},
+        [
+            ("token_embd.weight", (1024, 1024), "f32"),
+            *(
+                (f"blk.{layer}.{name}.weight", shape, "f32")
+                for layer in range(4)
+                for name, shape in (("ffn_up_exps", (1024, 1024, 2)), ("attn_q", (1024, 512)))
+            ),
+        ],
+    )
+    settings = {"model": "m", "route": "gpu", "libraries": "", "device": "Vulkan0", "gpu_layers": 3}
+    start = StartModel(path=str(path), **(settings | options))
+    found = what_did_not_land(placing, None, start, dry=False)
+    assert (found or "").startswith(complaint or "")
+    assert (found is None) == (complaint is None)
+
+
+def test_a_dry_run_counts_layers_and_no_bytes(tmp_path):
+    start = StartModel("m", "gpu", str(tmp_path / "none.gguf"), "", device="Vulkan0", gpu_layers=3)
+    assert what_did_not_land(Placing(0), None, start, dry=True) is None
+    assert what_did_not_land(Placing(0), None, msgspec.structs.replace(start, gpu_layers=4), dry=True) is not None
 
 
 def test_a_worker_knows_what_it_holds_and_held():

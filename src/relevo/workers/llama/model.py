@@ -18,6 +18,7 @@ import numpy.typing as npt
 from relevo.core.cells import PROBE_CELLS
 from relevo.core.errors import LibraryError, ModelFileError
 from relevo.core.events import StartModel
+from relevo.workers.llama.landing import what_did_not_land
 from relevo.workers.llama.native import LayoutMismatch, Native, load_native
 from relevo.workers.llama.parameters import (
     KV_TYPES,
@@ -274,24 +275,8 @@ def _prove_weights(native: Native, handle: Any, start: StartModel, dry: bool) ->
         raise StartFailure("model_file", f"The model {start.path} is not a decoder-only language model.")
     if call.llama_model_is_diffusion(handle):
         raise StartFailure("model_file", f"The model {start.path} is a diffusion model; only token by token ones run.")
-    if start.device != "cpu":
-        _prove_layers_landed(native, handle, start, dry)
-
-
-def _prove_layers_landed(native: Native, handle: Any, start: StartModel, dry: bool) -> None:
-    """A GPU was named: the layers must be on it. There is no quiet CPU instead.
-
-    The engine tells each layer's device, the output head being one layer more; a dry run has no bytes to show.
-    """
-    total = int(native.call.llama_model_n_layer(handle)) + 1
-    if found := native.log.find(r"offloaded (\d+)/(\d+) layers to GPU"):
-        total = int(found[2])
-    asked = total if start.gpu_layers < 0 else min(start.gpu_layers, total)
-    landed = sum(device == start.device for device in native.log.facts.placed.values())
-    if not dry and not native.log.buffer_bytes("model", start.device):
-        landed = 0
-    if landed < asked:
-        raise StartFailure("device", f"Only {landed} of {asked} layers of the model landed on {start.device}.")
+    if start.device != "cpu" and (missing := what_did_not_land(native, handle, start, dry=dry)):
+        raise StartFailure("device", missing)
 
 
 def make_context(native: Native, weights: Weights, start: StartModel) -> Any:
