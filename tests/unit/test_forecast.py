@@ -7,11 +7,14 @@ import math
 import pytest
 
 from relevo.core.forecast import (
+    FEWEST_OUTPUTS,
     LONGEST_MS,
+    START_OUTPUT_TOKENS,
     Eta,
     Forecast,
     Load,
     Observation,
+    OutputLengths,
     Rates,
     Unknown,
     estimate,
@@ -147,3 +150,42 @@ def test_retry_after_is_when_the_next_place_comes_free() -> None:
     assert retry_after_s(RATES, 8) == 1.0
     assert retry_after_s(Rates(1.0, 1.0, request_ms=1e9), 1) == 600.0
     assert retry_after_s(None, 1) == 10.0
+
+
+# ------------------------------------------------------------ how long answers are
+
+
+def lengths(*tokens: int, kept: int = 512) -> OutputLengths:
+    known = OutputLengths(kept)
+    for each in tokens:
+        known.add(each)
+    return known
+
+
+def test_before_enough_answers_were_seen_a_start_value_stands() -> None:
+    known = lengths(*[5] * (FEWEST_OUTPUTS - 1))
+    assert known.expected(1000) == START_OUTPUT_TOKENS
+    assert known.expected(100) == 100, "never above the limit"
+    known.add(5)
+    assert known.expected(1000) == 5
+
+
+def test_19_of_20_answers_are_no_longer_than_what_is_expected() -> None:
+    known = lengths(*range(1, 101))
+    assert known.expected(1000) == 95
+    assert known.expected(50) == 50
+
+
+def test_an_answer_that_came_far_is_compared_with_those_that_came_as_far() -> None:
+    known = lengths(*[10] * 80, *range(101, 121))
+    assert known.expected(1000, drawn=10) == 119
+    assert known.expected(1000, drawn=100) == 119
+    assert known.expected(1000, drawn=115) == 115 + START_OUTPUT_TOKENS, "five came further: too few to say"
+    assert known.expected(1000, drawn=5) > 5
+
+
+def test_old_answers_are_forgotten() -> None:
+    known = lengths(*[500] * 40, *[20] * 40, kept=40)
+    assert known.samples == 40
+    assert known.expected(1000) == 20
+    assert repr(known) == "<OutputLengths of 40 answers>"
