@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from relevo.core import graph as g
 from relevo.core.compute_buffer import compute_bytes, host_compute_bytes
 from relevo.core.demand import model_demand
-from relevo.core.graph import Graph, Place, computed, given, stored, viewed
+from relevo.core.graph import Graph, Place, computed, stored, viewed
 from relevo.core.graph_form import FeedForward, GraphForm, Residual
 from relevo.core.graph_memory import graph_bytes
+from relevo.core.kv_cache import rows_of
 from relevo.core.load import LoadOptions
 from relevo.core.shape import ModelShape
 from relevo.models.gguf import read_header
@@ -55,14 +61,14 @@ def laid_out(graph: Graph) -> int:
 
 def test_a_result_may_take_the_memory_of_its_only_source() -> None:
     graph = Graph()
-    first = computed((256, 4), given((256, 4), 4096))
+    first = computed((256, 4), g.given((256, 4), 4096))
     graph.expand(computed((256, 4), computed((256, 4), first, in_place=True)))
     assert laid_out(graph) == 2 * 4096
 
 
 def test_what_is_still_needed_is_not_taken_over() -> None:
     graph = Graph()
-    first = computed((256, 4), given((256, 4), 4096))
+    first = computed((256, 4), g.given((256, 4), 4096))
     second = computed((256, 4), first, in_place=True)
     graph.expand(computed((256, 4), second, first))
     assert laid_out(graph) == 3 * 4096
@@ -70,7 +76,7 @@ def test_what_is_still_needed_is_not_taken_over() -> None:
 
 def test_a_result_that_is_read_afterwards_keeps_its_memory() -> None:
     graph = Graph()
-    result = computed((256, 4), given((8,), 32))
+    result = computed((256, 4), g.given((8,), 32))
     result.output = True
     graph.expand(computed((256, 4), result, in_place=True))
     assert laid_out(graph) == 32 + 2 * 4096
@@ -78,7 +84,7 @@ def test_a_result_that_is_read_afterwards_keeps_its_memory() -> None:
 
 def test_a_view_keeps_what_it_shows() -> None:
     graph = Graph()
-    whole = computed((256, 4), given((256, 4), 4096))
+    whole = computed((256, 4), g.given((256, 4), 4096))
     part = viewed(whole, (128, 8))
     other = computed((1024, 4), part)
     graph.expand(computed((256, 4), other, part))
@@ -87,7 +93,7 @@ def test_a_view_keeps_what_it_shows() -> None:
 
 def test_freed_neighbours_merge_and_a_hole_is_taken_before_the_end() -> None:
     graph = Graph()
-    four = [graph.expand(computed((256,), given((8,), 32))) for _ in range(4)]
+    four = [graph.expand(computed((256,), g.given((8,), 32))) for _ in range(4)]
     kept = graph.expand(computed((8,), four[3]))  # where the inputs were
     graph.expand(computed((64,), *four[:2]))  # frees two neighbours
     graph.expand(computed((512,), kept))  # as large as both
@@ -97,7 +103,7 @@ def test_freed_neighbours_merge_and_a_hole_is_taken_before_the_end() -> None:
 def test_weights_on_the_host_are_copied_for_a_step_of_many_rows() -> None:
     def graph(rows: int) -> Graph:
         drawn = Graph()
-        inner = computed((64, rows), stored(Place.HOST, 65536, weight=True), given((64, rows), 256 * rows))
+        inner = computed((64, rows), stored(Place.HOST, 65536, weight=True), g.given((64, rows), 256 * rows))
         drawn.expand(computed((64, rows), stored(Place.DEVICE, 65536, weight=True), inner))
         return drawn
 
@@ -190,6 +196,34 @@ def test_a_shape_without_a_form_is_unknown_too(tmp_path: Path) -> None:
     assert "nothing is known of its graph" in str(host_compute_bytes(shape, on_device()))
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"heads": 16}, "its layers differ in width"),
+        ({"feed_forward": 8192}, "its layers differ in width"),
+        ({"holds_kv": False}, "some of its layers keep no keys and values"),
+    ],
+)
+def test_layers_of_several_widths_are_said_to_be_unknown(change: dict[str, int], why: str, tmp_path: Path) -> None:
+    shape = shape_from(shorter(files.LLAMA_2_7B, 2), tmp_path)
+    second = msgspec.structs.replace(shape.layers[1], **change)
+    uneven = msgspec.structs.replace(shape, layers=(shape.layers[0], second))
+    assert why in str(compute_bytes(uneven, on_device()))
+
+
+@pytest.mark.parametrize("used", [0, 9])
+def test_experts_without_a_sensible_choice_are_said_to_be_unknown(used: int, tmp_path: Path) -> None:
+    shape = shape_from(shorter(files.MIXTRAL_8X7B, 2), tmp_path)
+    strange = msgspec.structs.replace(shape, experts_used=used)
+    assert "how many of its experts" in str(compute_bytes(strange, on_device()))
+
+
+def test_a_model_without_attention_is_said_to_be_unknown(tmp_path: Path) -> None:
+    shape = shape_from(shorter(files.LLAMA_2_7B, 2), tmp_path)
+    headless = tuple(msgspec.structs.replace(layer, heads=0) for layer in shape.layers)
+    assert "without attention" in str(compute_bytes(msgspec.structs.replace(shape, layers=headless), on_device()))
+
+
 # --------------------------------------------------------------- figures
 
 
@@ -231,3 +265,46 @@ def test_more_is_never_less_where_one_place_holds_all_layers(family: Family, tmp
             figures_there = [compute_bytes(shape, options(**{name: step})) for step in steps]
             assert figures == sorted(figures)
             assert figures_there == sorted(figures_there)
+
+
+BLUEPRINT_BY_NAME = {blueprint.name: blueprint for blueprint in files.BLUEPRINTS}
+ANY_OPTIONS = st.fixed_dictionaries(
+    {
+        "gpu_layers": st.integers(0, 12),
+        "ubatch_tokens": st.integers(1, 300),
+        "context_tokens": st.integers(1, 5000),
+        "sequences": st.integers(1, 9),
+        "outputs": st.integers(1, 600),
+        "shared_cells": st.booleans(),
+        "flash_attention": st.booleans(),
+    }
+)
+
+
+@cache
+def two_layers_of(name: str) -> ModelShape:
+    with tempfile.TemporaryDirectory() as folder:
+        return shape_from(shorter(BLUEPRINT_BY_NAME[name], 2), Path(folder))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(BLUEPRINT_BY_NAME)),
+    layers=st.integers(1, 9),
+    head=st.integers(1, 9).map(lambda times: 32 * times),
+    asked=ANY_OPTIONS,
+)
+def test_whatever_is_asked_there_is_a_figure_and_the_host_holds_at_least_the_inputs(
+    name: str, layers: int, head: int, asked: dict[str, int]
+) -> None:
+    whole = two_layers_of(name)
+    drawn = [
+        msgspec.structs.replace(layer, key_length=head, value_length=head) for layer in (whole.layers * layers)[:layers]
+    ]
+    shape = msgspec.structs.replace(whole, layers=tuple(drawn))
+    options = on_device(**asked)
+    device, host = compute_bytes(shape, options), host_compute_bytes(shape, options)
+    assert isinstance(device, int)
+    assert isinstance(host, int)
+    assert device >= 0
+    assert host >= 4 * shape.embedding * rows_of(options)

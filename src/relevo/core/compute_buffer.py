@@ -15,7 +15,7 @@ import msgspec
 
 from relevo.core.decoder_graph import LayerGraph, StepGraph, decoder_graph
 from relevo.core.graph import Place
-from relevo.core.graph_form import Turned
+from relevo.core.graph_form import FeedForward, Turned
 from relevo.core.graph_memory import graph_bytes
 from relevo.core.kv_cache import cells_of, rows_of, window_cells_of
 from relevo.core.load import MIB, LoadOptions
@@ -74,6 +74,9 @@ def _buffers(shape: ModelShape, options: LoadOptions) -> tuple[int, int] | str:
         return _NOT_MEASURED
     if options.kv_type not in BY_NAME:
         return f"The KV type {options.kv_type!r} is not known."
+    why = _uneven(shape)
+    if why is not None:
+        return f"The compute buffer of this model has no closed form: {why}."
     return _laid_out(_step(shape, options, shape.graph.windowed))
 
 
@@ -82,11 +85,28 @@ def _laid_out(step: StepGraph) -> tuple[int, int]:
     return graph_bytes(decoder_graph(step), step.on_device)
 
 
+def _uneven(shape: ModelShape) -> str | None:
+    """Figures that do not go with any form, as the end of a sentence."""
+    first = shape.layers[0]
+    widths = (first.heads, first.kv_heads, first.key_length, first.value_length, first.feed_forward)
+    if not (first.heads and first.kv_heads and first.key_length and first.value_length):
+        return "it has layers without attention"
+    for layer in shape.layers:
+        if not layer.holds_kv:
+            return "some of its layers keep no keys and values"
+        if (layer.heads, layer.kv_heads, layer.key_length, layer.value_length, layer.feed_forward) != widths:
+            return "its layers differ in width"
+    experts = shape.graph is not None and shape.graph.feed_forward is FeedForward.EXPERTS
+    if experts and not 0 < shape.experts_used <= shape.experts:
+        return "it does not say how many of its experts are used"
+    return None
+
+
 def _step(shape: ModelShape, options: LoadOptions, windowed: bool) -> StepGraph:
     """The worst prompt step of these options (llama_context::sched_reserve and graph_reserve)."""
     assert shape.graph is not None
     streams, cells = cells_of(options)
-    rows = rows_of(options)
+    rows, sequences = rows_of(options), max(1, options.sequences)
     kind = BY_NAME[options.kv_type]
     rotated = kind.block_elements > 1
     first = shape.layers[0]
@@ -96,8 +116,8 @@ def _step(shape: ModelShape, options: LoadOptions, windowed: bool) -> StepGraph:
         layers=_layers(shape, options, layers),
         embedding=shape.embedding,
         vocabulary=shape.vocabulary_tokens,
-        rows=-(-rows // options.sequences) * options.sequences,
-        outputs=min(rows, max(options.outputs, options.sequences)),
+        rows=-(-rows // sequences) * sequences,
+        outputs=min(rows, max(options.outputs, sequences)),
         streams=streams,
         cells=cells,
         window_cells=window_cells_of(shape, options) if windowed else cells,
