@@ -159,7 +159,8 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         assert taken <= TOTAL - RESERVED - HEADROOM
         # Where no load is under way and the reading shows all that is ours, it shows the neighbour, too.
-        settled = all(lease.state is LeaseState.SETTLED for lease in self.ledger.leases if lease is not answer)
+        others = [lease for lease in self.ledger.leases if lease is not answer and not lease.resting]
+        settled = all(lease.state is LeaseState.SETTLED for lease in others)
         if settled and self.moved_at <= self.shown[0]:
             assert taken + self.shown[1] <= TOTAL - RESERVED - HEADROOM
 
@@ -167,15 +168,34 @@ class LedgerMachine(RuleBasedStateMachine):
     def load(self, number: int, share: float) -> None:
         """A process allocates: never more than it leased, and never more than is left on the card."""
         lease = self.pick(number, LeaseState.GRANTED)
-        if lease is not None:
+        if lease is not None and not lease.resting:
             more = max(0, int(lease.bytes_ * share) - self.use[lease.number])
             self.use[lease.number] += min(more, TOTAL - RESERVED - self.used)
             self.note(ours=True)
 
     @rule(number=picks)
+    def rest_or_begin(self, number: int) -> None:
+        lease = self.pick(number, LeaseState.GRANTED)
+        if lease is not None and lease.resting:
+            self.ledger.begin(lease)
+        elif lease is not None and self.use[lease.number] == 0:
+            self.ledger.rest(lease)
+
+    @rule(number=picks, share=shares)
+    def end_and_keep_the_claim(self, number: int, share: float) -> None:
+        """Its process is gone, and its memory stays leased for the next one."""
+        lease = self.pick(number, LeaseState.SETTLED, LeaseState.DRAINING)
+        if lease is not None:
+            self.dead[lease.number] = int(self.use.pop(lease.number) * share)
+            self.note(ours=True)
+            kept = self.ledger.renew(lease, self.now)
+            self.use[kept.number] = 0
+            self.ledger.rest(kept)
+
+    @rule(number=picks)
     def settle(self, number: int) -> None:
         lease = self.pick(number, LeaseState.GRANTED, LeaseState.UNVERIFIED)
-        if lease is not None:
+        if lease is not None and not lease.resting:
             self.ledger.settle(lease, self.use[lease.number])
 
     @rule(number=picks, share=shares)
@@ -279,8 +299,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 act(number=number, share=share)
             elif step == 28:
                 self.neighbour_moves(wanted=size)
-            elif dice.random() < 0.2:
-                self.doubt()
+            else:
+                turn = dice.randrange(6)
+                if turn < 3:
+                    self.rest_or_begin(number=number)
+                elif turn < 5:
+                    self.end_and_keep_the_claim(number=number, share=share)
+                else:
+                    self.doubt()
             self.every_sum_equals_a_recount()
             self.figures_add_up()
         self.teardown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from relevo.core.errors import OurBug
 from relevo.core.ledger import Lease, Ledger, Reading, Shortfall
 from relevo.core.pressure import PressureStage
 
@@ -248,6 +249,45 @@ def test_where_no_reading_will_tell_a_release_counts_for_five_seconds() -> None:
     ledger.release(granted(ledger, 6 * GIB), 1.0)
     assert isinstance(ledger.request("chat/gpu", 6 * GIB, 5.9), Shortfall)
     assert isinstance(ledger.request("chat/gpu", 6 * GIB, 6.0), Lease)
+
+
+# -- claims without a process
+
+
+def test_a_claim_that_rests_hides_no_neighbour() -> None:
+    ledger = card()
+    lease = granted(ledger, 10 * GIB)
+    ledger.rest(lease)
+    assert ledger.available_bytes == 14 * GIB
+    ledger.observe(reading(6 * GIB, 1.0))
+    assert (ledger.external_bytes, ledger.available_bytes) == (6 * GIB, 8 * GIB)
+    ledger.observe(reading(0, 11.0))
+    assert ledger.external_bytes == 3 * GIB  # and a neighbour's leaving is seen
+    ledger.begin(lease)
+    ledger.observe(reading(9 * GIB, 12.0))
+    assert (ledger.external_bytes, ledger.leased_bytes) == (3 * GIB, 10 * GIB)
+
+
+def test_a_claim_that_rests_is_given_up_without_a_wait_and_is_not_in_doubt() -> None:
+    ledger = card()
+    lease = granted(ledger, 10 * GIB)
+    ledger.rest(lease)
+    ledger.doubt("The machine was suspended.", 5.0)
+    assert ledger.unverified == ()
+    ledger.observe(reading(0, 6.0))
+    ledger.release(lease, 6.0)
+    assert (ledger.available_bytes, ledger.returning_bytes) == (24 * GIB, 0)
+
+
+def test_a_renewed_claim_counts_beside_what_its_last_process_has_not_given_back() -> None:
+    ledger = card()
+    renewed = ledger.renew(living(ledger, 10 * GIB), 10.1)
+    assert (ledger.leased_bytes, ledger.returning_bytes, ledger.available_bytes) == (10 * GIB, 10 * GIB, 4 * GIB)
+    ledger.rest(renewed)
+    ledger.observe(reading(0, 10.5))
+    assert (ledger.returning_bytes, ledger.available_bytes) == (0, 14 * GIB)
+    with pytest.raises(OurBug):
+        ledger.rest(living(card(), GIB))
 
 
 # -- devices that do not tell the truth

@@ -47,6 +47,7 @@ class Lease:
         "holder",
         "number",
         "observed_bytes",
+        "resting",
         "since",
         "state",
         "use_known",
@@ -59,6 +60,8 @@ class Lease:
         self.holder = holder
         self.bytes_ = bytes_
         self.observed_bytes = 0
+        self.resting = False
+        """Granted, and nobody is there to use it: no process of its holder runs."""
         self.use_known = False
         """Whether `observed_bytes` holds; False before it was settled, and after a doubt."""
         self.used_since_reading: int | None = None

@@ -82,10 +82,8 @@ class Ledger:
     def __repr__(self) -> str:
         total = "unknown" if self.total_bytes is None else str(self.total_bytes)
         available = "unknown" if self.available_bytes is None else str(self.available_bytes)
-        return (
-            f"<Ledger {self.device}: {self.leased_bytes} of {total} bytes leased in {len(self._leases)} leases, "
-            f"{available} available>"
-        )
+        leased = f"{self.leased_bytes} of {total} bytes leased in {len(self._leases)} leases"
+        return f"<Ledger {self.device}: {leased}, {available} available>"
 
     # -- what is observed
 
@@ -130,7 +128,7 @@ class Ledger:
         The leases are unverified and count in full until each is settled again.
         """
         for lease in self._leases.values():
-            if lease.state in (_S.GRANTED, _S.SETTLED):
+            if lease.state in (_S.GRANTED, _S.SETTLED) and not lease.resting:
                 self._change(lease, _S.UNVERIFIED)
         self._doubted = (reason, now)
         self._belief.forget()
@@ -242,11 +240,8 @@ class Ledger:
 
     def assess(self, now: float) -> Pressure:
         """The stage of pressure as of now; worse is believed at once, better after a stay."""
-        slack, reason = self.slack_bytes, self._belief.reason
-        if self._is_stale(now):
-            reason = self._stale_reason()
-        elif slack is None:
-            reason = self._unread_reason()
+        slack = self.slack_bytes
+        reason = self._why_stale(now) or (self._unread_reason() if slack is None else self._belief.reason)
         return self._gauge.update(slack if reason is None else None, self.headroom_bytes, now, reason)
 
     def _unread_reason(self) -> str:
@@ -294,10 +289,10 @@ class Ledger:
             )
         if self._returns.bytes_ and (self._reading is None or self._reading.used_bytes is None):
             self._returns.overdue(now)  # no reading will tell
-        available, stale = self.available_bytes, self._is_stale(now)
-        if stale or available is None:
+        available, stale = self.available_bytes, self._why_stale(now)
+        if stale is not None or available is None:
             available, missing = None, None
-            reason = self._stale_reason() if stale else self._unread_reason()
+            reason = stale or self._unread_reason()
         else:
             available = max(0, available - beside_bytes)
             missing = max(0, bytes_ - available)
@@ -377,21 +372,33 @@ class Ledger:
         """
         self._own(lease)
         counted, since = lease.counted_bytes, lease.used_since_reading
+        if lease.resting:
+            counted = 0
         self._remove(lease)
-        if since is None or not self._window.has_shown(since):
-            # Readings may never have shown it, so its absence from the newest one proves nothing yet.
-            self._returns.expect(counted, counted, self._window.number, now)
-            return
+        # Where readings may never have shown it, its absence from the newest one proves nothing yet.
+        shown = since is not None and self._window.has_shown(since)
         used = self._reading.used_bytes if self._reading is not None else None
         left = counted
-        if used is not None and self._belief.reason is None:
+        if shown and used is not None and self._belief.reason is None:
             left = min(counted, self._unexplained_bytes(used))  # it may be back already
-        self._returns.expect(counted, left, None, now)
+        self._returns.expect(counted, left, None if shown else self._window.number, now)
 
     def renew(self, lease: Lease, now: float) -> Lease:
         """The process is gone, but its claim stays: the same bytes are granted anew, and nobody is asked in between."""
         self.release(lease, now)
         return self._book(lease.holder, lease.bytes_, now)
+
+    def rest(self, lease: Lease) -> None:
+        """No process of its holder runs: whatever becomes visible on the device is somebody else's."""
+        self._own(lease)
+        if lease.state is not _S.GRANTED:
+            raise OurBug(f"{lease!r} may be in use, so it cannot rest.")
+        self._change(lease, None, resting=True)
+
+    def begin(self, lease: Lease) -> None:
+        """A process of its holder is being started. Harmless where it did not rest."""
+        self._own(lease)
+        self._change(lease, None, resting=False)
 
     def cancel(self, lease: Lease) -> None:
         """Nobody ever used it: give it back as if it had not been granted. Raises OurBug when it was settled."""
@@ -418,7 +425,13 @@ class Ledger:
             raise OurBug(f"{lease!r} is not (or no longer) a lease of {self.device}.")
 
     def _change(
-        self, lease: Lease, state: LeaseState | None, *, observed_bytes: int | None = None, bytes_: int | None = None
+        self,
+        lease: Lease,
+        state: LeaseState | None,
+        *,
+        observed_bytes: int | None = None,
+        bytes_: int | None = None,
+        resting: bool | None = None,
     ) -> None:
         """The one place where a lease changes: out of all sums as it was, into them as it is."""
         new = lease.state
@@ -433,6 +446,8 @@ class Ledger:
             lease.observed_bytes = observed_bytes
         if bytes_ is not None:
             lease.bytes_ = bytes_
+        if resting is not None or state is not None:
+            lease.resting = bool(resting)
         if state is _S.SETTLED:
             lease.use_known = True
         elif state is _S.UNVERIFIED or state is _S.RELEASED:
@@ -444,12 +459,11 @@ class Ledger:
         else:
             self._window.change(self._sums.held_bytes)
 
-    def _is_stale(self, now: float) -> bool:
-        """A reading with figures that is too old to decide on. An unknown one is no staler than it was."""
+    def _why_stale(self, now: float) -> str | None:
+        """Of a reading with figures that is too old to decide on. An unknown one is no staler than it was."""
         reading = self._reading
-        return reading is not None and reading.used_bytes is not None and now - reading.read_at > self._stale_after_s
-
-    def _stale_reason(self) -> str:
+        if reading is None or reading.used_bytes is None or now - reading.read_at <= self._stale_after_s:
+            return None
         return f"The last reading of {self.device} is older than {self._stale_after_s:g} s."
 
     # -- shown
@@ -468,7 +482,8 @@ class Ledger:
             driver_reserved_bytes=reading.driver_reserved_bytes if reading is not None and known else None,
             reported_free_bytes=reading.free_bytes if reading is not None else None,
             leased_bytes=self._sums.leased_bytes,
-            granted_not_visible_bytes=self._sums.loading_bytes if reading is None else self._not_yet_visible_bytes(),
+            granted_not_visible_bytes=self._sums.growth_bytes
+            + (self._sums.loading_bytes if reading is None else self._not_yet_visible_bytes()),
             returning_bytes=self._returns.bytes_,
             unverified_bytes=self._sums.unverified_bytes,
             external_bytes=self.external_bytes,

@@ -28,7 +28,7 @@ class Tally:
         self.settled_bytes = 0
         """Of these, what settled holders use."""
         self.growth_bytes = 0
-        """What settled holders leased and do not use: free by report, but promised."""
+        """What settled and resting holders leased and do not use: free by report, but promised."""
         self.loading_bytes = 0
         """In full, of those whose use is not known."""
         self.unverified_bytes = 0
@@ -48,6 +48,8 @@ class Tally:
             if state is _S.SETTLED:
                 self.settled_bytes += observed
                 self.growth_bytes += counted - observed
+        elif lease.resting:
+            self.growth_bytes += counted
         else:
             self.loading_bytes += counted
         if state is _S.UNVERIFIED:
