@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from relevo.core.demand import model_demand
-from relevo.core.load import LoadOptions
-from relevo.core.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.families_state import FAMILIES, Family
-from tests.golden.oracle import Placement, Setting, Weighed, weigh
+from tests.golden.keeping import measured, predicted
+from tests.golden.oracle import Placement, Setting, weigh
 
 SETTINGS = (
     Setting(context_tokens=4096, kv_type="bf16"),
@@ -26,41 +24,6 @@ LARGE_STATE_BYTES = 120 * 2**20
 
 WITH_CARD = ("DeepSeek-V3.2", "Gemma-4-E4B", "MiMo-V2-Flash", "Granite-4.0-H-Tiny")
 """Tied tables, tables of positions, shared caches, experts, layers that predict ahead: what lies on which side."""
-
-
-def options(setting: Setting, placement: Placement) -> LoadOptions:
-    """The same wish in our words. The dry run reads files, it maps none."""
-    return LoadOptions(
-        on_device=bool(placement.accelerator),
-        gpu_layers=placement.gpu_layers,
-        host_expert_layers=placement.host_experts,
-        context_tokens=setting.context_tokens if setting.unified else setting.context_tokens // setting.sequences,
-        sequences=setting.sequences,
-        shared_cells=setting.unified,
-        batch_tokens=setting.batch_tokens,
-        ubatch_tokens=setting.ubatch_tokens,
-        kv_type=setting.kv_type,
-        flash_attention=setting.flash_attention,
-        use_mmap=False,
-    )
-
-
-def predicted(shape: ModelShape, setting: Setting, placement: Placement) -> dict[str, tuple[int, int]]:
-    """Our figures: weights, and cache and state together, as (device, host)."""
-    device, host = model_demand(shape, options(setting, placement))
-    return {
-        "model": (device.weights_bytes or 0, host.weights_bytes or 0),
-        "context": (
-            (device.kv_bytes or 0) + (device.state_bytes or 0),
-            (host.kv_bytes or 0) + (host.state_bytes or 0),
-        ),
-    }
-
-
-def measured(weighed: Weighed) -> dict[str, tuple[int, int]]:
-    """The engine's."""
-    assert weighed.error is None, weighed.error
-    return {part: (weighed.device(part), weighed.host(part)) for part in ("model", "context")}
 
 
 def compare(family: Family, folder: Path, libraries: Path, placement: Placement, *settings: Setting) -> None:

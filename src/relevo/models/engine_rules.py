@@ -92,7 +92,7 @@ ARCHITECTURES = (
         "afmoe apertus arcee arctic arwkv7 baichuan bailingmoe bailingmoe2 bailingmoe3 bitnet bloom chameleon chatglm "
         "codeshell cogvlm cohere2 cohere2moe command-r dbrx deci deepseek deepseek2 deepseek2-ocr deepseek32 dots1 "
         "ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon falcon-h1 gemma gemma2 gemma3 gemma3n gemma4 glm-dsa "
-        "glm4 glm4moe gpt-oss gpt2 gptj gptneox granite granite_swa granitehybrid granitemoe grok grovemoe "
+        "glm4 glm4moe gpt-oss gpt2 gptneox granite granite_swa granitehybrid granitemoe grok grovemoe "
         "hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 internlm2 jais jais2 jamba kimi-linear laguna lfm2 lfm2moe llama "
         "llama-embed llama4 maincoder mamba mamba2 maple mellum mimo2 minicpm minicpm3 minimax-01 minimax-m2 mistral3 "
         "mistral4 mpt muse-glimmer nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion paddleocr "

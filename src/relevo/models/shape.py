@@ -45,10 +45,11 @@ class _Layer:
 
     def add(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = tensor.size_bytes
-        self.weights_bytes += tensor.size_bytes
-        self.padding_bytes += -tensor.size_bytes % DEVICE_ALIGNMENT_BYTES
+        size = _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
+        self.weights_bytes += size
+        self.padding_bytes += -size % DEVICE_ALIGNMENT_BYTES
         if _EXPERTS.match(name):
-            self.expert_bytes += tensor.size_bytes
+            self.expert_bytes += size
 
     def has(self, prefixes: Iterable[str]) -> bool:
         return any(name.startswith(prefix) for name in self.names for prefix in prefixes)
@@ -136,11 +137,11 @@ def _table(header: GgufHeader, count: int) -> _Table:
         elif stem in _INPUT_TENSORS:
             table.input_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         elif stem in _ROTARY_TENSORS:
-            table.rotary_bytes += tensor.size_bytes
+            table.rotary_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         elif stem in first:
-            table.layers[0].weights_bytes += tensor.size_bytes
+            table.layers[0].weights_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         else:
-            table.output_bytes += tensor.size_bytes
+            table.output_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         if tensor.name == "token_embd.weight" and tied:
             table.embedding = tensor
         if (stem not in _INPUT_TENSORS or tensor is table.embedding) and _repackable(tensor):
