@@ -211,6 +211,12 @@ def test_a_buffer_that_failed_although_as_much_was_free_is_fragmentation_of_that
     assert learned(failed(300 * MIB, 700 * MIB), key=OTHER).fragmentation_bytes == 300 * MIB
 
 
+def test_a_second_such_failure_raises_what_the_first_had_already_raised() -> None:
+    first = failed(300 * MIB, free=700 * MIB)
+    second = msgspec.structs.replace(first, fragmentation_bytes=300 * MIB)
+    assert learned(first, second).fragmentation_bytes == 600 * MIB
+
+
 def test_the_gap_between_free_memory_and_its_largest_block_is_fragmentation() -> None:
     assert learned(seen(free_bytes=900 * MIB, largest_block_bytes=850 * MIB)).fragmentation_bytes == 50 * MIB
 

@@ -103,6 +103,8 @@ class FailedAllocation(_Record, frozen=True, kw_only=True, tag="failed allocatio
     """What the device reported as free at that moment."""
     margin_bytes: int = 0
     """The margin that was held back for it."""
+    fragmentation_bytes: int = 0
+    """What was held back for fragmentation."""
 
     @property
     def missing_bytes(self) -> int:
@@ -316,7 +318,7 @@ def _fragmentation_bytes(records: Sequence[Record]) -> int:
     for record in records:
         if isinstance(record, FailedAllocation):
             if record.free_bytes is not None and record.free_bytes >= record.asked_bytes:
-                found.append(record.asked_bytes)
+                found.append(record.fragmentation_bytes + record.asked_bytes)
         elif record.free_bytes is not None and record.largest_block_bytes is not None:
             found.append(record.free_bytes - record.largest_block_bytes)
     return max(found)

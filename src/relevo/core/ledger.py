@@ -1,8 +1,7 @@
 """Who holds how much of a device's memory, and what a further lease could still take.
 
-Two views are kept apart and the smaller wins: what the device reports, and what its leases have been
-promised. Formulas: docs/design.md, "Admission". Every sum is kept as leases change, so that a decision
-costs the same with one lease and with thousands.
+Two views are kept apart and the smaller wins: what the device reports, and what its leases have been promised.
+Formulas: docs/design.md, "Admission". Sums are kept as leases change: a decision costs the same with thousands.
 """
 
 from __future__ import annotations
