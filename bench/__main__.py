@@ -1,6 +1,7 @@
-"""`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER]`: measurements, printed as Markdown.
+"""`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER] [--trace FILE]`: measurements, as Markdown.
 
-Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults decisions. None named: all.
+Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults decisions cells.
+None named: all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from bench.figures import Report, machine
 
-CASES = ("latency", "gateway", "accepts", "journal", "decisions", "faults", "engine", "pause")
+CASES = ("latency", "gateway", "accepts", "journal", "decisions", "cells", "faults", "engine", "pause")
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few repeats of small work: to see that it runs")
     parser.add_argument("--json", type=Path, help="also append every measurement to this file, a JSON line each")
     parser.add_argument("--litellm", type=Path, help="a virtual environment with litellm[proxy], to measure it too")
+    parser.add_argument("--trace", type=Path, action="append", help="request lengths for `cells`: an Azure LLM trace")
     arguments = parser.parse_args()
     report = Report(arguments.json)
     began = time.monotonic()
@@ -33,6 +35,8 @@ def main() -> None:
             continue
         case = importlib.import_module(f"bench.cases.{name}")
         more = {"litellm": arguments.litellm} if name in ("gateway", "faults") else {}
+        if name == "cells":
+            more = {"traces": arguments.trace or ()}
         case.run(report, quick=arguments.quick, **more)
     report.say(f"\nAll of it took {time.monotonic() - began:.0f} s.")
 
