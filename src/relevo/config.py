@@ -69,6 +69,8 @@ class DeviceConfig(_Section, frozen=True):
     """A device with memory to lease. `emulated` computes on the CPU and says so everywhere."""
 
     kind: Literal["auto", "nvidia", "vulkan", "emulated"] = "auto"
+    card: str | None = None
+    """Which card, where there are several: the engine's name for it ("CUDA1"), or a PCI address. None: the first."""
     total_bytes: PositiveInt | None = None
     """Declared budget. Needed where the device cannot report its memory; required when emulated."""
     headroom_bytes: NonNegativeInt | None = None
@@ -150,6 +152,8 @@ class ModelConfig(_Section, frozen=True):
     """A load's context is never reduced below this. None: 4096, or the configured context where that is less."""
     offload: bool = True
     """Whether fewer layers may be put on the device (a hybrid route) when not all fit."""
+    from_storage: bool = False
+    """Whether weights in RAM may exceed it: pages of the file that are read again for every token, very slowly."""
     standby: Literal["auto", "warm", "mapped", "on-demand"] = "auto"
     """How ready the CPU twin is kept. auto: by `recovery_budget_s` and the measured time of a load."""
     recovery_budget_s: PositiveSeconds = 0.1

@@ -59,8 +59,10 @@ def test_of_two_models_that_do_not_fit_together_the_idle_one_gives_way_to_the_on
     house = build("--host", "127.0.0.1", config=config(600, {"first": FIXED, "second": FIXED})).start(both_routes=False)
     wait_for("the first model to be on the device", serving(house, "first", "gpu"))
     wait_for("the second one's twin to serve", serving(house, "second", "cpu"))
-    held_back = replica(house, "second", "gpu")
-    assert "needs" in held_back["reason"] and "available" in held_back["reason"], "the refusal has its numbers"
+    wait_for(
+        "a refusal with its numbers",
+        lambda: (r := replica(house, "second", "gpu")["reason"] or "") and "needs" in r and "available" in r,
+    )
     answer = ask(house, "second")
     assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
     assert "needs" in answer.json()["relevo"]["reason"], "whoever is redirected is told why"

@@ -15,7 +15,7 @@ from relevo.core.external import External
 from relevo.core.lag import RETURNS_WITHIN_S, HeldWindow, Returns
 from relevo.core.lease import TRANSITIONS, Holding, Lease, LeaseState, Shortfall
 from relevo.core.ledger_view import LedgerView
-from relevo.core.pressure import Pressure, PressureGauge
+from relevo.core.pressure import Pressure, PressureGauge, PressureStage
 from relevo.core.reading import Reading
 from relevo.core.tally import Tally
 from relevo.core.units import size_text
@@ -214,6 +214,11 @@ class Ledger:
         if self._declared_bytes is not None:
             leasable = min(leasable, self._declared_bytes)
         return 1.0 if leasable <= 0 else min(1.0, max(0.0, 1.0 - available / leasable))
+
+    @property
+    def stage(self) -> PressureStage:
+        """The stage of pressure as it was last assessed."""
+        return self._gauge.pressure.stage
 
     @property
     def unknown_reason(self) -> str | None:

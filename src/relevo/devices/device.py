@@ -89,3 +89,7 @@ class Device(Protocol):
     def events(self) -> tuple[DeviceEvent, ...]:
         """What happened to it since the last time, oldest first."""
         ...
+
+    def stop(self) -> None:
+        """End whatever watches it. May be called twice."""
+        ...

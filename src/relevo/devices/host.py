@@ -96,6 +96,9 @@ class HostDevice:
             told += "; it does not tell how hard memory is pressed"
         return f"{told}. It does not tell what other programs are about to take."
 
+    def stop(self) -> None:
+        """Nothing watches it beside its readers."""
+
     def read(self) -> Reading:
         """Total and available memory, or what the groups' limits leave of them. Takes in events too. Quick."""
         now = self._clock()

@@ -13,6 +13,7 @@ from relevo.core.errors import OurBug
 from relevo.core.events import Ready, StartModel
 from relevo.core.ladder import LoadVerdict
 from relevo.core.ledger import Lease, LeaseState, Ledger
+from relevo.core.wish import CPU_ROUTES
 from relevo.devices.device import Device
 from relevo.devices.host import HostDevice
 from relevo.devices.soft import SoftDevice
@@ -159,6 +160,11 @@ class Berth:
         if self.life is None:
             raise OurBug(f"{self!r} has no lease, so it cannot be started.")
         return self.life.start
+
+    def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
+        """What a load of this model takes; one for its CPU route is weighed as that route's."""
+        on_twin = self.twin is not None and start.route in CPU_ROUTES
+        return (self.twin.scales if on_twin and self.twin is not None else self.scales).weigh(start)
 
     def is_part(self, start: StartModel) -> bool:
         """Whether a start leaves a part of the model in RAM that its route could have on the device."""

@@ -259,7 +259,7 @@ class Fleet:
         self._note(held.breaker.fault(kind, time.monotonic(), source=held.name))
         for berth in self.berths.values():
             if berth.held is held and berth.life is not None:
-                berth.route.replica.kill(sentence, kind)
+                berth.route.replica.kill(sentence, None)  # the worker is not to blame, and does not back off
 
     def _note(self, transitions: tuple[Transition, ...]) -> None:
         """Log, remember and show what a breaker did."""

@@ -17,12 +17,12 @@ from relevo.core.breaker import Breaker, BreakerRecord
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
-from relevo.core.ledger import LAG_S, Ledger
+from relevo.core.ledger import Ledger
 from relevo.core.shape import ModelShape
 from relevo.devices.device import Device
-from relevo.devices.ggml import EngineDevice, EngineFacts, inspect
+from relevo.devices.ggml import EngineDeviceFacts, EngineFacts, inspect
 from relevo.devices.host import HostDevice, default_threads
-from relevo.devices.nvidia import NvidiaDevice
+from relevo.devices.opening import open_card
 from relevo.devices.soft import SoftDevice
 from relevo.devices.variants import cpu_variant
 from relevo.journal import Journal, WorkerStarted
@@ -94,6 +94,8 @@ class House:
                 stopping.create_task(route.replica.stop())
             for model in self.models.values():
                 stopping.create_task(model.text.stop())
+        for held in self.fleet.devices.values():
+            await asyncio.to_thread(held.device.stop)
 
 
 async def build_house(config: Config, paths: Paths, journal: Journal, tasks: asyncio.TaskGroup) -> House:
@@ -173,12 +175,12 @@ class _Builder:
         return min(max(total // 10, 2 << 30), total // 4)
 
     async def _hold(self, device: Device, described: DeviceConfig) -> None:
-        by_kernel = isinstance(device, HostDevice | SoftDevice)  # which counts at once; a card's figures lag behind
         ledger = Ledger(
             device.name,
             declared_bytes=described.total_bytes,
             headroom_bytes=described.headroom_bytes,
-            lag_s=0.0 if by_kernel else LAG_S,
+            lag_s=device.lag_s,
+            stale_after_s=device.stale_after_s,
         )
         ledger.observe(device.read())
         breaker = Breaker(device.name)
@@ -325,11 +327,17 @@ def open_device(name: str, described: DeviceConfig, facts: EngineFacts, librarie
             "`relevo doctor` shows what is missing. "
             'Without a card, serve from the CPU alone: write device = "" in the model.'
         )
-    card = cards[0]
-    if card.name.startswith("CUDA"):
-        nvidia = NvidiaDevice(name, index=int(card.name.removeprefix("CUDA") or 0))
-        nvidia.start()
-        return nvidia
-    watched = EngineDevice(name, card, lambda: inspect(libraries), declared_bytes=described.total_bytes)
-    watched.start()
-    return watched
+    return open_card(
+        name, chosen_card(name, described, cards), lambda: inspect(libraries), declared_bytes=described.total_bytes
+    )
+
+
+def chosen_card(name: str, described: DeviceConfig, cards: list[EngineDeviceFacts]) -> EngineDeviceFacts:
+    """The one that the configuration names, else the first. Raises DeviceError where there is none of that name."""
+    if described.card is None:
+        return cards[0]
+    for card in cards:
+        if described.card in (card.name, card.pci_address):
+            return card
+    seen = ", ".join(f"{card.name} ({card.pci_address or card.description})" for card in cards)
+    raise DeviceError(f"Device {name}: there is no card {described.card!r} here. Seen: {seen}.")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from relevo.core.breaker import BreakerState
+from relevo.core.demand import Demand
 from relevo.core.ladder import DeviceView, Holder, LoadVerdict, LoadWish, Step, decide_load, may_restore
 from relevo.core.lease import Lease, LeaseState, Shortfall
 from relevo.core.reserve import Want, reserve
@@ -165,7 +166,7 @@ class Loads:
             self.wish_of(berth),
             self.view_of(berth.held, berth),
             self.view_of(berth.host, berth),
-            berth.scales.weigh,
+            berth.weigh,
         )
 
     def _figures_of(self, berth: Berth) -> object:
@@ -196,6 +197,7 @@ class Loads:
             allow=frozenset(config.reduce),
             least_context_tokens=min(config.least_context_tokens or 4096, berth.start.context_tokens),
             offload=berth.whole is not None,
+            from_storage=config.from_storage,
             priority=config.priority,
             most_context_tokens=shape.context_trained_tokens,
             cpu_start=None if twin is None else twin.start,
@@ -255,10 +257,7 @@ class Loads:
         wants = [(berth.held, verdict.device_demand)]
         if berth.held is not berth.host and verdict.host_demand.known_bytes:
             wants.append((berth.host, verdict.host_demand))
-        taken = reserve(
-            [Want(held.ledger, holder, demand.known_bytes, largest_piece_bytes(demand)) for held, demand in wants],
-            time.monotonic(),
-        )
+        taken = reserve([_want(held, berth, holder, demand, verdict) for held, demand in wants], time.monotonic())
         if isinstance(taken, Shortfall):
             return taken
         return [(held, lease) for (held, _), lease in zip(wants, taken, strict=True)]
@@ -286,7 +285,7 @@ class Loads:
             self.wish_of(berth),
             self.view_of(berth.held, berth),
             self.view_of(berth.host, berth),
-            berth.scales.weigh,
+            berth.weigh,
         )
         return better is not None
 
@@ -307,3 +306,10 @@ class Loads:
         assert berth.verdict is not None
         kept, berth.kept = berth.kept, []
         return Life(incarnation, berth.verdict, kept)
+
+
+def _want(held: HeldDevice, berth: Berth, holder: str, demand: Demand, verdict: LoadVerdict) -> Want:
+    """What is leased for a demand. Of weights that RAM cannot keep, only what it can."""
+    from_storage = verdict.storage_bytes if held is berth.host else 0
+    bytes_ = demand.known_bytes - from_storage
+    return Want(held.ledger, holder, bytes_, min(bytes_, largest_piece_bytes(demand)))

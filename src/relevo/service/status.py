@@ -20,6 +20,7 @@ from relevo.core.admission import (
     Verdict,
     Weighed,
     decide,
+    in_preference,
 )
 from relevo.core.breaker import BreakerState
 from relevo.core.described import named
@@ -74,7 +75,7 @@ class StatusBoard:
             policy=named(Policy, ask.policy),
             deadline_s=ask.deadline_s,
         )
-        return decide(weighed, [self.view(route) for route in model.routes.values()])
+        return decide(weighed, in_preference([self.view(route) for route in model.routes.values()]))
 
     def view(self, route: Route) -> RouteView:
         """A route as admission sees it."""
@@ -100,6 +101,7 @@ class StatusBoard:
             breaker_open=breaker.state is not BreakerState.CLOSED,
             reopens_in_s=self._reopens_in_s(route, breaker.next_probe_s(now)),
             cause=self._cause(route),
+            pressure=str(berth.held.ledger.stage),
             max_context_tokens=route.lane_config.max_context_tokens,
             max_output_tokens=route.lane_config.max_output_tokens,
             rates=route.forecast.rates(route.name, max(1, lane.running)),
@@ -169,7 +171,8 @@ class StatusBoard:
 
     def _way(self, route: Route) -> Way:
         view = self.view(route)
-        return Way(route.name, view.open, returns=view.state is not RouteState.GIVEN_UP)
+        rests = self.fleet.berths[route.replica.name].posture is Posture.RESTING  # and is loaded when work comes
+        return Way(route.name, view.open or rests, returns=view.state is not RouteState.GIVEN_UP)
 
     @staticmethod
     def standby_view(standby: Standby | NoStandby) -> dict[str, Any] | None:
