@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.golden.comparison import CPU, GRID, WHOLE, Case, compare, has_experts
-from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Family, family
+from tests.golden.families_attention import BLUEPRINTS, FAMILIES, MORE_FAMILIES, Family, family
 from tests.golden.header_file import write_header
 from tests.golden.oracle import Placement, Setting, weigh
 
@@ -56,6 +58,46 @@ def test_a_load_with_layers_on_both_sides_takes_what_the_engine_plans(libraries:
 @pytest.mark.parametrize("model", MORE_FAMILIES, ids=lambda one: one.name)
 def test_a_graph_of_another_form_is_laid_out_as_the_engine_does(libraries: Path, model: Family) -> None:
     assert wrong(compare(libraries, model, (CPU, WHOLE, Placement(gpu_layers=8)), FEW)) == []
+
+
+def drawn(seed: int) -> tuple[Family, list[dict[str, object]], int]:
+    """A model of dimensions that nobody chose, some settings, and layers to put on the device."""
+    draw = random.Random(seed)
+    head, kv_heads = 64 * draw.randint(1, 4), draw.randint(1, 8)
+    layers = draw.randint(1, 20)
+    blueprint = replace(
+        draw.choice([one for one in BLUEPRINTS if not one.with_ and not one.outside]),
+        name=f"drawn-{seed}",
+        head=head,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw.randint(1, 6),
+        layers=layers,
+        feed_forward=32 * draw.randint(8, 700),
+        vocabulary=draw.randint(1000, 260000),
+        weights=draw.choice(["q8_0", "q4_0", "f16"]),
+    )
+    blueprint = replace(blueprint, embedding=blueprint.heads * head)
+    grid: list[dict[str, object]] = []
+    for flash in (True, True, False):
+        sequences = draw.randint(1, 6)
+        grid.append(
+            {
+                "flash_attention": flash,
+                "kv_type": draw.choice(["f16", "q8_0", "q4_0"]) if flash else "f16",
+                "context_tokens": draw.randint(256, 4000),
+                "ubatch_tokens": draw.randint(1, 700),
+                "sequences": sequences,
+                "outputs": sequences + draw.randint(0, 600),
+                "shared_cells": draw.random() < 0.5,
+            }
+        )
+    return blueprint.family(), grid, draw.randint(0, layers + 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_dimensions_that_nobody_chose_are_laid_out_as_the_engine_does(libraries: Path, seed: int) -> None:
+    model, grid, gpu_layers = drawn(seed)
+    assert wrong(compare(libraries, model, (CPU, WHOLE, Placement(gpu_layers=gpu_layers)), grid)) == []
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Gemma-3-12B", "Qwen3-30B-A3B"])

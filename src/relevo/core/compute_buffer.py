@@ -10,6 +10,7 @@ the engine's own dry run answers instead.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import lcm
 
 import msgspec
 
@@ -26,6 +27,7 @@ from relevo.core.shape import ModelShape
 ROTATION_STEP = 64
 """Keys and values of a quantized cache are rotated where their heads are a multiple of this wide."""
 _LONGEST_PERIOD = 8
+_BLOCKS_COME_BACK = 6
 _NOT_MEASURED = "The compute buffer of this model has no closed form: nothing is known of its graph."
 
 
@@ -148,7 +150,8 @@ def _layers(shape: ModelShape, options: LoadOptions, on_device: int) -> tuple[La
     for at in range(split):
         experts = tuple(item for item in shape.layers[border + at].tensors if "exps." in item[0])
         device[at] = msgspec.structs.replace(device[at], host_experts=True, weights=experts)
-    return (*_repeated(host), *_repeated(device[:split]), *_repeated(device[split:]))
+    # Left to the host, layers take turns in more ways; only equal ones are cut there.
+    return (*_repeated(host, 1), *_repeated(device[:split], 1), *_repeated(device[split:], _LONGEST_PERIOD))
 
 
 def _layer(shape: ModelShape, at: int, place: Place, options: LoadOptions) -> LayerGraph:
@@ -174,15 +177,16 @@ def _turned(shape: ModelShape, at: int) -> bool:
     return shape.graph.turned is Turned.ALL or (at + 1) % 4 != 0
 
 
-def _repeated(layers: list[LayerGraph]) -> list[LayerGraph]:
+def _repeated(layers: list[LayerGraph], longest_period: int) -> list[LayerGraph]:
     """Enough of layers that repeat with a period, ending where they end. All, if none repeats.
 
-    Blocks that one layer leaves free and the next takes come back after one, two or three layers, so whole sixes of
-    periods can be left out and change nothing.
+    Blocks that one layer leaves free and the next takes come back after one, two or three layers, so a multiple of
+    six and of the period can be left out and change nothing, once two periods have set the blocks.
     """
-    for period in range(1, _LONGEST_PERIOD + 1):
-        round_ = 6 * period
-        kept = round_ + len(layers) % round_
+    for period in range(1, longest_period + 1):
+        step = lcm(period, _BLOCKS_COME_BACK)
+        least = max(_BLOCKS_COME_BACK, 2 * period)
+        kept = least + (len(layers) - least) % step
         if kept < len(layers) and all(layers[at] == layers[at + period] for at in range(len(layers) - period)):
             return layers[:kept]
     return layers

@@ -29,7 +29,7 @@ def weights_bytes(shape: ModelShape, options: LoadOptions) -> tuple[int, int]:
     host = shape.input_weights_bytes + sum(layer.weights_bytes for layer in here) + left_experts
     host += shape.rotary_bytes if here else 0
     if head:
-        return device + shape.output_weights_bytes + shape.tied_table_bytes, host
+        return device + shape.output_weights_bytes + shape.output_padding_bytes + shape.tied_table_bytes, host
     twice = shape.tied_table_is_read_twice and not options.use_mmap
     return device, host + shape.output_weights_bytes + (shape.tied_table_bytes if twice else 0)
 

@@ -61,6 +61,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """The token embedding table and what else is read before the first layer; always on the host."""
     output_weights_bytes: int
     """The output norm, and the head where it is a tensor of its own."""
+    output_padding_bytes: int = 0
+    """What a device adds to begin each of these at a multiple of `DEVICE_ALIGNMENT_BYTES`."""
     rotary_bytes: int = 0
     """Tables of rotary positions, which both sides need where layers lie on both."""
     tied_table_bytes: int = 0

@@ -61,6 +61,7 @@ class _Table(msgspec.Struct):
     layers: list[_Layer]
     input_bytes: int = 0
     output_bytes: int = 0
+    output_padding_bytes: int = 0
     rotary_bytes: int = 0
     embedding: Tensor | None = None
     """The table of a model without a head of its own."""
@@ -97,6 +98,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
         layers=_layers(header, table, slides, trunk, latent=latent),
         input_weights_bytes=table.input_bytes,
         output_weights_bytes=table.output_bytes,
+        output_padding_bytes=table.output_padding_bytes,
         rotary_bytes=table.rotary_bytes,
         tied_table_bytes=0 if table.embedding is None else _aligned(table.embedding.size_bytes, DEVICE_ALIGNMENT_BYTES),
         tied_table_type=None if table.embedding is None else table.embedding.type,
@@ -141,7 +143,9 @@ def _table(header: GgufHeader, count: int) -> _Table:
         elif stem in first:
             table.layers[0].weights_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         else:
-            table.output_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
+            size = _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
+            table.output_bytes += size
+            table.output_padding_bytes += -size % DEVICE_ALIGNMENT_BYTES
         if tensor.name == "token_embd.weight" and tied:
             table.embedding = tensor
         if (stem not in _INPUT_TENSORS or tensor is table.embedding) and _repackable(tensor):
@@ -278,6 +282,8 @@ def _why_unknown(header: GgufHeader, table: _Table, trunk: int) -> str | None:
             return sentence
     if header.architecture not in rules.ARCHITECTURES:
         return f"What the architecture {header.architecture!r} keeps for its sequences has not been measured."
+    if not trunk:
+        return "It is nothing but layers that predict ahead for another model."
     prefix = f"{header.architecture}.attention."
     strange = [
         key for key in header.metadata if key.startswith(prefix) and key[len(prefix) :] not in rules.ATTENTION_KEYS
