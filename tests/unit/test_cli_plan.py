@@ -250,6 +250,13 @@ def test_a_damaged_a_missing_and_a_foreign_file_are_told_apart(
     assert "does not start with GGUF" in refusal(capsys, cut)
     projector = write_header(tmp_path / "p.gguf", {"general.architecture": "clip"}, [("v.weight", (32,), "f32")])
     assert "projector" in refusal(capsys, projector)
+    boastful = llama(tmp_path, layers=2, name="boastful")
+    with boastful.open("r+b") as file:
+        head = file.read(2000)
+        at = head.index(b"llama.block_count") + len(b"llama.block_count") + 4
+        file.seek(at)
+        file.write((4000).to_bytes(4, "little"))
+    assert "claims 4000 layers and holds tensors of 2" in refusal(capsys, boastful)
     layerless = write_header(tmp_path / "l.gguf", {"general.architecture": "llama"}, [("a.weight", (32,), "f32")])
     assert "llama.block_count" in refusal(capsys, layerless)
 

@@ -120,7 +120,13 @@ def read_model(path: Path) -> tuple[GgufHeader, ModelShape]:
     if header.architecture == "clip" or header.text("general.type") in ("mmproj", "adapter"):
         what = "an adapter" if header.text("general.type") == "adapter" else "a projector for images or sound"
         raise ModelFileError(f"{path} holds {what}, not a model. Name the model's own file.")
-    return header, shape_of(header)
+    shape = shape_of(header)
+    there = {tensor.name.split(".", 2)[1] for tensor in header.tensors if tensor.name.startswith("blk.")}
+    if 2 * len(there) < shape.layer_count:  # a few may be empty; thousands would only cost whoever weighs them time
+        raise ModelFileError(
+            f"{path} claims {shape.layer_count} layers and holds tensors of {len(there)}: it is damaged, or not whole."
+        )
+    return header, shape
 
 
 def model_config(header: GgufHeader, base: ModelConfig | None, **wishes: Any) -> ModelConfig:
