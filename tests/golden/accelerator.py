@@ -132,6 +132,7 @@ class Accelerator:
             return size
         for cache in (tensor.src[1], tensor.src[2]):
             if NUMBER_TYPES[cache.type].block_elements > 1:
+                size = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
                 size += 2 * cache.ne[0] * cache.ne[1] * cache.ne[2] * cache.ne[3]
         return size
 

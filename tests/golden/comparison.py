@@ -89,6 +89,7 @@ def options_for(placement: Placement, **changes: object) -> LoadOptions:
         on_device=bool(placement.accelerator),
         gpu_layers=placement.gpu_layers if placement.accelerator else 0,
         host_expert_layers=placement.host_experts,
+        copies_cache=placement.accelerator == "cuda",
         **(usual | changes),  # type: ignore[arg-type]
     )
 

@@ -105,14 +105,14 @@ def test_no_layer_or_the_head_alone_on_the_device(libraries: Path, name: str) ->
     assert wrong(compare(libraries, family(name), (Placement(gpu_layers=0), Placement(gpu_layers=1)), FEW)) == []
 
 
-def test_a_card_that_copies_a_quantized_cache_takes_no_more_than_compute_and_pool(libraries: Path) -> None:
-    """CUDA's flash attention keeps an f16 copy of a layer's cache in the compute buffer; here it is booked as pool."""
-    for name in ("Llama-3.1-8B", "Gemma-3-12B", "Qwen3-0.6B"):
-        for case in compare(libraries, family(name), (Placement(accelerator="cuda"),), (GRID[3], GRID[4])):
-            planned = case.planned.device("compute")
-            assert case.device.compute_bytes is not None
-            assert case.device.pool_bytes is not None
-            assert case.device.compute_bytes <= planned <= case.device.compute_bytes + case.device.pool_bytes
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-0.6B", "Mixtral-8x7B"])
+def test_a_card_that_copies_a_quantized_cache_to_f16_takes_what_the_engine_plans(libraries: Path, name: str) -> None:
+    """As CUDA's flash attention does, whole and with layers on the host."""
+    cards = (Placement(accelerator="cuda"), Placement(accelerator="cuda", gpu_layers=8))
+    cases = compare(libraries, family(name), cards, (GRID[0], GRID[3], GRID[4], GRID[10]))
+    assert wrong(cases) == []
+    plain = compare(libraries, family(name), (WHOLE,), (GRID[4],))[0]
+    assert cases[2].device.compute_bytes > plain.device.compute_bytes  # type: ignore[operator]
 
 
 def test_an_engine_that_dies_says_so_and_the_next_setting_is_tried(libraries: Path, tmp_path: Path) -> None:

@@ -56,12 +56,13 @@ def output_bytes(shape: ModelShape, options: LoadOptions) -> int:
 def pool_bound(shape: ModelShape, options: LoadOptions) -> int:
     """Bound on a backend's temporary pool: q8_1 copies of activations, and of a quantized KV layer an f16 copy.
 
-    Fitted to nothing yet; a start value, to be replaced by what the machine shows.
+    Where the device is known to keep that copy in the compute buffer it is there and not here. Fitted to nothing yet;
+    a start value, to be replaced by what the machine shows.
     """
     rows = min(options.ubatch_tokens, options.batch_tokens)
     feed_forward = max((layer.feed_forward for layer in shape.layers), default=0)
     pool = 64 * MIB + int(1.125 * rows * max(shape.embedding, feed_forward))
-    if options.kv_type not in ("f16", "bf16", "f32"):
+    if options.kv_type not in ("f16", "bf16", "f32") and not options.copies_cache:
         streams, cells = cells_of(options)
         widths = (layer.kv_heads * (layer.key_length + layer.value_length) for layer in shape.layers)
         pool += 2 * streams * cells * max(widths, default=0)
@@ -125,6 +126,7 @@ def _step(shape: ModelShape, options: LoadOptions, windowed: bool) -> StepGraph:
         window_cells=window_cells_of(shape, options) if windowed else cells,
         flash_attention=options.flash_attention,
         cache_element=(kind.block_bytes, kind.block_elements),
+        copies_cache=options.copies_cache,
         rotated_keys=_rotation(first.key_length) if rotated else 0,
         rotated_values=ROTATION_STEP if rotated and first.value_length % ROTATION_STEP == 0 else 0,
         experts=shape.experts,

@@ -12,6 +12,8 @@ import msgspec
 from relevo.core.graph import Graph, Place, Tensor, computed, given, stored, viewed, written
 from relevo.core.graph_form import FeedForward, GraphForm, Residual
 
+F16_BYTES = 2
+
 
 class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's widths in elements, where it lies, and the sizes of its weights."""
@@ -46,6 +48,8 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True):
     flash_attention: bool
     cache_element: tuple[int, int] = (2, 1)
     """Bytes of so many elements of the cache: f16 is (2, 1), q8_0 (34, 32)."""
+    copies_cache: bool = False
+    """Flash attention on the device works on an f16 copy of a quantized cache."""
     rotated_keys: int = 0
     """Width of the rotation that a quantized cache's keys go through; 0: none."""
     rotated_values: int = 0
@@ -291,6 +295,9 @@ class _Layer:
         shape = (layer.value_length, layer.heads, rows // self.step.streams, self.step.streams)
         mixed = computed(shape, self._seen(query), self._seen(keys), self._seen(values), cache.mask, *self._sinks())
         mixed.floating = True
+        if self.step.copies_cache and self.step.cache_element[1] > 1:
+            width = layer.kv_heads * (layer.key_length + layer.value_length)
+            mixed.kernel_bytes = F16_BYTES * self.step.streams * cache.cells * width
         return viewed(mixed, (layer.value_length * layer.heads, rows))
 
     def _scores(self, query: Tensor, keys: Tensor, values: Tensor, cache: _CacheInputs) -> Tensor:

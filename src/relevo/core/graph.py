@@ -36,6 +36,7 @@ class Tensor:
         "children",
         "floating",
         "input",
+        "kernel_bytes",
         "kind",
         "offset",
         "output",
@@ -65,6 +66,8 @@ class Tensor:
         self.output = False
         self.floating = False
         """Its sources' weights do not decide where it is computed (ROPE, FLASH_ATTN_EXT)."""
+        self.kernel_bytes = 0
+        """What a device's kernel wants beside the result, in the same block."""
         self.rows = 0
         """Rows by which a device decides whether to take the operation from the host; 0: it never does."""
         self.where: Place | None = None

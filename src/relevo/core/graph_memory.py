@@ -176,7 +176,7 @@ class _Allocator:
             parent.owned = False
             return
         assert tensor.where is not None
-        tensor.offset = self.blocks[tensor.where].take(tensor.bytes)
+        tensor.offset = self.blocks[tensor.where].take(_block_bytes(tensor))
 
     def release(self, tensor: Tensor) -> None:
         """One user of the tensor is done; frees it, or what it shows, after the last."""
@@ -194,8 +194,12 @@ class _Allocator:
     def _free(self, tensor: Tensor) -> None:
         if tensor.owned and not tensor.output:
             assert tensor.where is not None
-            self.blocks[tensor.where].give(tensor.offset, tensor.bytes)
+            self.blocks[tensor.where].give(tensor.offset, _block_bytes(tensor))
             tensor.owned = False
+
+
+def _block_bytes(tensor: Tensor) -> int:
+    return tensor.bytes + (tensor.kernel_bytes if tensor.where is Place.DEVICE else 0)
 
 
 def _takes_over(node: Tensor) -> Tensor | None:

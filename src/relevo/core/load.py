@@ -32,6 +32,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of one step that give logits (n_outputs_max)."""
     kv_type: str = "f16"
     flash_attention: bool = True
+    copies_cache: bool = False
+    """Flash attention of this kind of device keeps an f16 copy of a layer's quantized cache in its compute buffer."""
     use_mmap: bool = True
     """Weights on the host are pages of the file; else the process' own copy."""
     repacked_types: frozenset[str] = frozenset()
@@ -65,6 +67,10 @@ DEVICE_START: dict[str, DeviceStart] = {
 }
 
 
+COPIES_CACHE = frozenset({"nvidia", "amd"})
+"""Kinds of device whose flash attention works on an f16 copy of a quantized cache (ggml-cuda/fattn-common.cuh)."""
+
+
 def load_options(
     start: StartModel,
     *,
@@ -72,12 +78,13 @@ def load_options(
     learned: DeviceStart,
     fragmentation_bytes: int = 0,
     repacked_types: frozenset[str] = X86_TYPES,
+    copies_cache: bool = False,
 ) -> LoadOptions:
     """The options that a worker makes of StartModel.
 
     The fast profile keeps one sequence more than slots, and cells for it, for probes; the strict one sets KV type
     and flash attention itself, and never repacks. As many rows give logits as there are sequences. `repacked_types`: of
-    this machine's CPU (`repack.repacked_types`).
+    this machine's CPU (`repack.repacked_types`). `copies_cache`: whether the device's kind is one of COPIES_CACHE.
     """
     strict = start.profile == "strict"
     sequences = start.slots if strict else start.slots + 1
@@ -94,6 +101,7 @@ def load_options(
         kv_type="q8_0" if strict else start.kv_type,
         flash_attention=strict or start.flash_attention,
         use_mmap=start.use_mmap,
+        copies_cache=copies_cache,
         repacked_types=repacked_types if start.repack and not strict else frozenset(),
         context_bytes=learned.context_bytes,
         pool_bytes=learned.pool_bytes,
