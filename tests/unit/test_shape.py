@@ -278,6 +278,7 @@ def test_a_key_of_attention_that_the_engine_has_not_is_not_passed_over(tmp_path:
         ("qwen3next", (STATE, ATTENTION), {"attention__recurrent_layers": [False, True]}, "which layers are recurrent"),
         ("qwen3next", (ATTENTION, STATE), {}, "which layers are recurrent"),
         ("jamba", (STATE, ATTENTION), {"nextn_predict_layers": 1}, "predict ahead"),
+        ("glm4moe", (ATTENTION,), {"nextn_predict_layers": 1}, "nothing but layers that predict ahead"),
         ("llama", (ATTENTION,), {"attention__indexer__key_length": 128}, "indexer beside"),
         (
             "glm-dsa",
@@ -287,7 +288,7 @@ def test_a_key_of_attention_that_the_engine_has_not_is_not_passed_over(tmp_path:
         ),
     ],
 )
-def test_keys_and_tensors_that_contradict_each_other_make_nothing_known(
+def test_what_cannot_be_so_or_is_only_a_part_makes_nothing_known(
     architecture: str, layers: Sequence[Sequence[str]], keys: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     assert words in not_known(shape(tmp_path, architecture, layers, **keys))

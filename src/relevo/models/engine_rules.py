@@ -96,7 +96,7 @@ ARCHITECTURES = (
         "hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 internlm2 jais jais2 jamba kimi-linear laguna lfm2 lfm2moe llama "
         "llama-embed llama4 maincoder mamba mamba2 maple mellum mimo2 minicpm minicpm3 minimax-01 minimax-m2 mistral3 "
         "mistral4 mpt muse-glimmer nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion paddleocr "
-        "pangu-embedded phi2 phi3 phimoe plamo plamo2 plamo3 plm qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe "
+        "pangu-embedded phi2 phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe "
         "qwen3moe qwen3next qwen3vl qwen3vlmoe refact rwkv6 rwkv6qwen2 rwkv7 seed_oss smallthinker smollm3 spark2_5 "
         "stablelm starcoder starcoder2 step35 talkie xverse"
     )
