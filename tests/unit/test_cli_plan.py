@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from relevo.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+from relevo.cli.places import read_bytes
 from relevo.cli.plan_check import Row
 from relevo.cli.read_rate import memory_rate, storage_rate
 from relevo.cli.sizing import model_config, name_from, parse_size, read_model, size_up
@@ -18,7 +22,9 @@ from relevo.cli.targets import Target, choose_target, imagined
 from relevo.cli.weighing import Weighing
 from relevo.core.demand import PARTS
 from relevo.core.dry_run import DryCache, DryRunFigures
-from relevo.core.errors import ConfigError, ModelFileError
+from relevo.core.errors import ConfigError, ModelFileError, RelevoError
+from relevo.core.load import LoadOptions
+from relevo.core.shape import LayerShape, ModelShape
 from tests.golden.families_attention import family
 from tests.golden.header_file import Keys, Tensor, write_header
 
@@ -26,8 +32,15 @@ pytestmark = pytest.mark.usefixtures("own_place")
 MIB, GIB = 2**20, 2**30
 
 
-def llama(folder: Path, *, architecture: str = "llama", layers: int = 16, name: str = "Plain-1B-Q8_0") -> Path:
-    """A dense model of about a GiB, header only."""
+def llama(
+    folder: Path,
+    *,
+    architecture: str = "llama",
+    layers: int = 16,
+    name: str = "Plain-1B-Q8_0",
+    odd: dict[str, Any] | None = None,
+) -> Path:
+    """A dense model of about a GiB, header only. `odd`: keys with other values than they should have."""
     keys: Keys = {
         "general.architecture": architecture,
         "general.name": "Plain 1B",
@@ -43,6 +56,7 @@ def llama(folder: Path, *, architecture: str = "llama", layers: int = 16, name: 
                 "attention.layer_norm_rms_epsilon": 1e-5,
                 "rope.dimension_count": 64,
                 "vocab_size": 32000,
+                **(odd or {}),
             }.items()
         },
     }
@@ -141,7 +155,25 @@ def test_a_model_larger_than_the_device_says_what_each_place_costs(
     assert places["gpu"]["token_s"] is None and "not measured" in places["gpu"]["how"]
     assert places["ram"]["token_s"] > 0
     assert places["gpu"]["weights_bytes"] == found["choice"]["parts"]["weights_bytes"]
-    assert "One token reads the weights once" in page(capsys, *words)
+    assert "What one token reads of the weights" in page(capsys, *words)
+
+
+def test_a_token_reads_the_experts_it_uses_and_one_row_of_the_table() -> None:
+    layer = LayerShape(weights_bytes=1000, expert_bytes=800)
+    shape = ModelShape(
+        architecture="a", embedding=1, vocabulary_tokens=1, context_trained_tokens=1, layers=(layer,) * 4,
+        input_weights_bytes=500, output_weights_bytes=300, experts=8, experts_used=2,
+    )  # fmt: skip
+    cpu = LoadOptions(on_device=False)
+    assert read_bytes(shape, cpu) == (0, 4 * (200 + 200) + 300)
+    assert read_bytes(shape, replace(cpu, on_device=True)) == (4 * (200 + 200) + 300, 0)
+    hybrid = replace(cpu, on_device=True, gpu_layers=3)
+    assert read_bytes(shape, hybrid) == (2 * 400 + 300, 2 * 400)
+    experts = replace(cpu, on_device=True, host_expert_layers=3)
+    assert read_bytes(shape, experts) == (3 * 200 + 400 + 300, 3 * 200)
+    tied = replace(shape, tied_table_bytes=500, output_weights_bytes=0)
+    assert read_bytes(tied, cpu) == (0, 4 * 400 + 500), "a table that is the head too is read whole"
+    assert read_bytes(tied, replace(cpu, on_device=True)) == (4 * 400 + 500, 0)
 
 
 def test_what_fits_nowhere_says_what_is_missing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,6 +293,34 @@ def test_a_damaged_a_missing_and_a_foreign_file_are_told_apart(
     assert "llama.block_count" in refusal(capsys, layerless)
 
 
+KEYS = (
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window",
+    "attention.sliding_window_pattern", "rope.dimension_count", "vocab_size", "expert_count", "expert_used_count",
+    "ssm.state_size", "ssm.inner_size", "nextn_predict_layers", "full_attention_interval",
+)  # fmt: skip
+NONSENSE = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 5, 7, 17, 100, 65535, 2**31 - 1, 2**32 - 1]),
+    st.sampled_from([-1, 0.5, "many", True, [], [1, 2, 3], [0] * 16, [2**32 - 1] * 16]),
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), NONSENSE, min_size=1, max_size=3))
+@settings(max_examples=60, deadline=2000)
+def test_nonsense_in_a_header_is_a_plan_or_the_one_error(odd: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = llama(Path(folder), odd=odd)
+        try:
+            header, shape = read_model(path)
+            sizing = size_up("odd", header, shape, model_config(header, None), GPU)
+            scales = Weighing(shape, "nvidia")
+            for start in (sizing.start, sizing.cpu):
+                for demand in scales.weigh(start):
+                    assert all(value is None or value >= 0 for value in demand.parts().values())
+        except RelevoError as error:
+            assert error.message.count("\n") == 0
+
+
 # ---------------------------------------------------------------------- its parts
 
 
@@ -325,7 +385,7 @@ def test_between_two_dry_runs_a_buffer_is_bounded_by_the_line_and_beyond_them_un
     assert not scales.knows(start) and "compute_bytes" in scales.weigh(start)[0].reasons
 
     def context(tokens: int, **more: Any) -> Any:
-        return msgspec.structs.replace(start, context_tokens=tokens, **more)
+        return replace(start, context_tokens=tokens, **more)
 
     scales.learn(*figures(context(1024), 100 * MIB))
     scales.learn(*figures(context(3072), 200 * MIB))

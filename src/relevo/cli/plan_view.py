@@ -8,8 +8,9 @@ from relevo.cli.output import bytes_text, console, duration_text, plain, say, ta
 from relevo.core.tier import Tier
 
 if TYPE_CHECKING:
+    from relevo.cli.places import StoragePlace
     from relevo.cli.plan_check import Checked
-    from relevo.cli.planning import Fits, Plan, StoragePlace
+    from relevo.cli.planning import Fits, Plan
     from relevo.core.demand import Demand
     from relevo.core.events import StartModel
     from relevo.core.verdict import Change, LoadVerdict
@@ -369,7 +370,7 @@ def _step_line(number: int, change: Change) -> str:
 
 def place_lines(places: tuple[StoragePlace, ...]) -> list[str]:
     """What reading the weights costs a token, where they lie in more than one place."""
-    lines = ["One token reads the weights once. Where they lie, that takes:"]
+    lines = ["What one token reads of the weights, by where they would lie:"]
     words = {"gpu": "GPU", "ram": "RAM", "storage": "storage"}
     for place in places:
         rate = "" if place.bytes_a_s is None else f" at {bytes_text(place.bytes_a_s)}/s"

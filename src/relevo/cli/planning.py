@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from relevo.cli.lessons import Recalled
+from relevo.cli.places import StoragePlace, places_of
 from relevo.cli.sizing import Sizing, find_model, model_config, read_model, size_up
 from relevo.cli.targets import choose_target, targets_now
 from relevo.cli.weighing import Weighing, place_of
@@ -50,25 +51,6 @@ class Fits:
     max_context_reason: str | None = None
     max_context_q8_tokens: int | None = None
     """The same with a KV cache of q8_0; None: not known, or that is what was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoragePlace:
-    """A place where weights would lie, and what one token costs to read them there."""
-
-    place: str
-    """gpu, ram or storage."""
-    weights_bytes: int
-    read_bytes: int
-    """What one token reads of them: of a mixture of experts, only those it uses."""
-    bytes_a_s: float | None
-    how: str
-    """How the rate was measured, or why it was not."""
-
-    @property
-    def token_s(self) -> float | None:
-        """Seconds a token, for reading alone."""
-        return None if self.bytes_a_s is None else self.read_bytes / self.bytes_a_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +149,7 @@ class Planner:
             asked=first,
             fits=tuple(rows),
             host_target=host,
-            places=() if target.available_bytes is None else _places(asked, first.verdict, host),
+            places=() if target.available_bytes is None else places_of(asked, first.verdict, host),
         )
 
     def libraries(self) -> Path:
@@ -281,53 +263,3 @@ def _decide(sizing: Sizing, wish: LoadWish, host: Target, scales: Weighing) -> L
     why = why_not(scales_of_ladder.load(wish.start), room_of(device, host.view()), device, host.view())
     reason = " ".join((why, *(change.sentence for change in changes)))
     return replace(placed, step=Step.OFFLOAD, changes=changes, reason=reason)
-
-
-def _places(sizing: Sizing, verdict: LoadVerdict, host: Target) -> tuple[StoragePlace, ...]:
-    """Where the weights would lie as the ladder would load it; nothing where they are all in one quick place."""
-    from relevo.cli.read_rate import memory_rate, storage_rate
-    from relevo.core.load import DEVICE_START, load_options
-    from relevo.core.placement import weights_bytes
-
-    start = verdict.start
-    on_card = start.route in ("gpu", "hybrid") and not sizing.target.emulated
-    options = load_options(start, on_device=on_card, learned=DEVICE_START["cpu"])
-    on_device, on_host = weights_bytes(sizing.shape, options)
-    kept = verdict.host_demand if on_card or verdict.start.route == "cpu" else verdict.device_demand
-    room = (host.available_bytes or 0) - (kept.private_bytes if kept.total_bytes is not None else 0)
-    stored = verdict.storage_bytes or max(0, on_host - max(0, room)) if host.available_bytes is not None else 0
-    stored = min(stored, on_host)
-    real = sizing.gpu is not None and not sizing.target.emulated
-    if not stored and not (real and start.route in ("cpu", "hybrid")):
-        return ()
-    part = _used_share(sizing)
-    found = []
-    if on_device:
-        why = "not measured: only a load shows it (--check)"
-        found.append(StoragePlace("gpu", on_device, round(on_device * part), None, why))
-    in_ram = on_host - stored
-    rate = memory_rate()
-    found.append(StoragePlace("ram", in_ram, round(in_ram * part), rate, "one core copying; a rough figure"))
-    if stored:
-        largest = max(sizing.header.parts, key=lambda part: part.file_bytes)
-        read = storage_rate(Path(largest.path))
-        found.append(
-            StoragePlace(
-                "storage",
-                stored,
-                round(stored * part),
-                None if read is None else read.bytes_a_s,
-                "the file cannot be read for a measurement" if read is None else read.how,
-            )
-        )
-    return tuple(found)
-
-
-def _used_share(sizing: Sizing) -> float:
-    """What of the weights one token reads: all, but of experts only those that are used."""
-    shape = sizing.shape
-    experts = sum(layer.expert_bytes for layer in shape.layers)
-    whole = sum(layer.weights_bytes for layer in shape.layers) + shape.output_weights_bytes
-    if not shape.experts or not whole:
-        return 1.0
-    return (whole - experts * (1 - min(1.0, shape.experts_used / shape.experts))) / whole

@@ -204,15 +204,25 @@ def _replicas(found: dict[str, Any]) -> RenderableType:
     return made
 
 
+_CELLS = ("cells_live", "cells_leased", "cells_set_aside", "cells_total")
+
+
 def _lanes(found: dict[str, Any]) -> RenderableType:
-    made = table("Lanes", "name", "queued", "running", "limit", "oldest waits", numbers=("queued", "running", "limit"))
+    counts = ("queued", "running", "limit", "parked")
+    cells = "cells live / leased / set aside / all"
+    made = table("Lanes", "name", *counts, "oldest waits", cells, numbers=counts)
+    notes: list[str] = []
     for lane in found.get("lanes") or []:
         age_ms = lane.get("oldest_age_ms")
         made.add_row(
             plain(str(lane.get("name"))),
-            *(str(lane.get(field, "unknown")) for field in ("queued", "running", "limit")),
+            *(str(lane.get(field, "unknown")) for field in counts),
             duration_text(age_ms / 1000) if isinstance(age_ms, int | float) and lane.get("queued") else "-",
+            " / ".join(str(lane.get(field, "unknown")) for field in _CELLS) if "cells_total" in lane else "unknown",
         )
+        if lane.get("parked_reason"):
+            notes.append(f"{plain(str(lane.get('name')))}: parked: {plain(str(lane['parked_reason']))}")
+    made.caption = "\n".join(notes) or None
     return made
 
 
