@@ -78,6 +78,13 @@ def test_status_shows_emulation_causes_and_lanes_and_obeys_no_markup() -> None:
     assert "Certificate: none." in text
 
 
+def test_status_shows_how_cells_are_used_and_why_somebody_is_parked() -> None:
+    cells = {"cells_live": 1, "cells_leased": 22, "cells_set_aside": 333, "cells_total": 4444}
+    lane = STATUS["lanes"][0] | cells | {"parked": 1, "parked_reason": "All cells are taken."}
+    text = shown(*render_status(STATUS | {"lanes": [lane]}, "u"))
+    assert "1 / 22 / 333 / 4444" in text and "m/cpu: parked: All cells are taken." in text
+
+
 def test_status_survives_fields_that_are_missing() -> None:
     assert "ok" in shown(
         *render_status({"state": "ok", "devices": [{"name": "x"}], "replicas": [{}], "lanes": [{}]}, "u")
