@@ -8,7 +8,7 @@ import pytest
 
 from relevo.core.demand import DEVICE_START, MIB, load_options, model_demand
 from relevo.core.events import Ready, StartModel
-from relevo.core.repack import repacked_types
+from relevo.core.repack import instructions_in, repacked_types
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.header_file import Tensor, write_header
@@ -20,12 +20,6 @@ TYPES = ("q4_0", "q4_1", "q5_0", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
 """One layer of each."""
 MATRICES = {"attn_q": (512, 512), "attn_k": (512, 512), "attn_v": (512, 512), "attn_output": (512, 512)}
 MATRICES |= {"ffn_gate": (512, 1024), "ffn_up": (512, 1024), "ffn_down": (1024, 512)}
-
-
-def instructions() -> set[str]:
-    """Of this processor, as the kernel names them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {word for line in lines if line.startswith(("flags", "Features")) for word in line.split(":")[1].split()}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def test_what_the_cpu_repacks_is_known_before_it_is_loaded(libraries: Path, mode
         ready = worker.start(repack=True, **options)
         assert isinstance(ready, Ready), ready
     start = StartModel("m", "cpu", str(model), str(libraries), **options)  # type: ignore[arg-type]
-    here = instructions()
+    here = instructions_in(Path("/proc/cpuinfo").read_text())
     weighed = load_options(start, on_device=False, learned=DEVICE_START["cpu"], repacked_types=repacked_types(here))
     _, host = model_demand(shape_of(read_header(model)), weighed)
     assert ready.repacked_bytes

@@ -12,7 +12,7 @@ from relevo.core.events import StartModel
 from relevo.core.kv_cache import cells_of, kv_layer_bytes, rows_of, state_layer_bytes, window_cells_of
 from relevo.core.load import LoadOptions
 from relevo.core.placement import repacked_bytes, weights_bytes
-from relevo.core.repack import X86_TYPES, repacked_types
+from relevo.core.repack import X86_TYPES, instructions_in, repacked_types
 from relevo.core.shape import LayerShape, ModelShape
 
 FULL = LayerShape(
@@ -170,6 +170,8 @@ def test_what_a_processor_repacks_follows_from_its_instructions() -> None:
     assert "q8_0" in repacked_types(["asimddp"])
     assert "q6_k" in repacked_types(["avx2", "amx_int8"])
     assert repacked_types(["sse4_2"]) == frozenset()
+    assert instructions_in("processor\t: 0\nflags\t\t: fpu avx2\nvmx flags\t: amx_int8\n") == {"fpu", "avx2"}
+    assert instructions_in("Features\t: fp asimd asimddp\n") == {"fp", "asimd", "asimddp"}
 
 
 def test_the_mapping_of_a_load_is_the_workers() -> None:

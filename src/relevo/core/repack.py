@@ -24,6 +24,14 @@ X86_TYPES = _BY_INSTRUCTIONS["avx2"] | _BY_INSTRUCTIONS["avx512f"]
 """What an x86 processor without tiles (AMX) takes at most."""
 
 
+def instructions_in(cpuinfo: str) -> frozenset[str]:
+    """Instructions that a processor has, out of the text of /proc/cpuinfo (x86 calls them flags, ARM Features)."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    return frozenset(
+        word for name, _, words in lines if name.strip() in ("flags", "Features") for word in words.split()
+    )
+
+
 def repacked_types(instructions: Iterable[str]) -> frozenset[str]:
     """Number types that a processor with these instructions ("avx2", "asimddp") keeps in another order."""
     return frozenset().union(*(_BY_INSTRUCTIONS.get(name, frozenset()) for name in instructions))
