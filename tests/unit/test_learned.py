@@ -217,6 +217,19 @@ def test_a_second_such_failure_raises_what_the_first_had_already_raised() -> Non
     assert learned(first, second).fragmentation_bytes == 600 * MIB
 
 
+def test_a_failure_is_believed_for_a_while_and_each_further_one_for_twice_as_long() -> None:
+    def margin(*records: FailedAllocation, now: float) -> int:
+        lessons = Lessons(records)
+        return lessons.learned(KEY, UNDER, predicted_by=Tier.CLOSED_FORM, start=NVIDIA, now=now).margin_bytes
+
+    first = failed(200 * MIB)
+    assert margin(first, now=first.at + 899) == 712 * MIB
+    assert margin(first, now=first.at + 901) == 512 * MIB, "a neighbour that was quicker once does not count for ever"
+    again = msgspec.structs.replace(first, at=first.at + 2000)
+    assert margin(first, again, now=again.at + 1700) == 712 * MIB
+    assert margin(first, again, now=again.at + 1801) == 512 * MIB
+
+
 def test_the_gap_between_free_memory_and_its_largest_block_is_fragmentation() -> None:
     assert learned(seen(free_bytes=900 * MIB, largest_block_bytes=850 * MIB)).fragmentation_bytes == 50 * MIB
 

@@ -34,6 +34,12 @@ SMALL_FLOORS: Final[Mapping[Tier, int]] = MappingProxyType(dict.fromkeys(Tier, 3
 FEW: Final = 20
 """With fewer residuals than this their spread is not known, so the floor is added to the largest seen."""
 PERCENTILE: Final = 99
+REMEMBERED_FIRST_S: Final = 900.0
+REMEMBERED_MOST_S: Final = 86_400.0
+"""How long a failed allocation raises what is held back: each further one of its key doubles the time, up to a day.
+
+A neighbour that was quicker, or a reading that lied, looks the same as memory in pieces. So it is believed, but not for ever.
+"""
 KEPT_PER_KEY: Final = 128
 """Newest records of one key; enough to tell a 99th percentile from the largest."""
 
@@ -207,12 +213,15 @@ class Lessons:
         predicted_by: Tier,
         start: DeviceStart,
         floors: Mapping[Tier, int] = CARD_FLOORS,
+        now: float | None = None,
     ) -> Learned:
         """What a load of this key is to be charged. `start`: for what this machine has not taught yet.
 
+        `now`: wall time, by which failures of long ago are forgotten; None: all count.
+
         Where this key's peak was never observed the floor is that of the tier its prediction came from.
         """
-        records = self.records(under)
+        records = _remembered(self.records(under), now)
         seen = [record for record in records if isinstance(record, Observation)]
         own = [record for record in seen if record.key == key]
         failures = [r for r in records if isinstance(r, FailedAllocation) and r.key == key]
@@ -231,6 +240,21 @@ class Lessons:
             observations=len(residuals),
             failures=len(failures),
         )
+
+
+def _remembered(records: list[Record], now: float | None) -> list[Record]:
+    """Without failures that are too long ago to count."""
+    if now is None:
+        return records
+    failed: dict[Key, int] = {}
+    kept: list[Record] = []
+    for record in records:  # of one key the oldest first
+        if isinstance(record, FailedAllocation):
+            before = failed[record.key] = failed.get(record.key, -1) + 1
+            if now - record.at > min(REMEMBERED_FIRST_S * 2.0**before, REMEMBERED_MOST_S):
+                continue
+        kept.append(record)
+    return kept
 
 
 def residual_bytes(seen: Observation, context_bytes: int, pool_bytes: int) -> int | None:

@@ -56,7 +56,7 @@ class HeldDevice:
         if isinstance(self.device, SoftDevice):
             return memory.data_bytes(ready.pid)
         if isinstance(self.device, HostDevice):
-            return memory.resident_bytes(ready.pid)
+            return memory.anonymous_bytes(ready.pid)  # pages of a file count as available: they can be read again
         told = self.device.held_by(ready.pid)
         if told is not None:
             return told
@@ -174,10 +174,11 @@ class Berth:
         return start.gpu_layers < layers or start.host_expert_layers > 0
 
     def host_bytes(self, ready: Ready) -> int | None:
-        """What its worker holds in RAM beside its device, or, of an emulated one, maps there."""
-        if self.held.emulated:
-            return self.life.verdict.host_demand.known_bytes if self.life is not None else None
-        return memory.resident_bytes(ready.pid)
+        """What its worker holds of RAM beside its device; None where nobody tells.
+
+        On an emulated device all private memory is the device's, and pages of the file count as available.
+        """
+        return 0 if self.held.emulated else memory.anonymous_bytes(ready.pid)
 
     @property
     def start_bytes(self) -> int | None:

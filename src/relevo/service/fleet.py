@@ -13,7 +13,6 @@ import msgspec
 from relevo.core.breaker import BreakerState, FaultKind, Transition
 from relevo.core.errors import DeviceNotFound, RelevoError
 from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
-from relevo.core.ledger import LeaseState
 from relevo.journal import Journal, PutFact, WorkerGone, WorkerStarted
 from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
@@ -206,8 +205,8 @@ class Fleet:
         berth.first.set()
         self._metrics.worker_up.labels(replica.model, replica.route).set(0)
         self._metrics.worker_exits.labels(replica.model, replica.route, str(death.kind or "stopped")).inc()
-        for held, lease in berth.life.leases if berth.life is not None else ():
-            if lease.state is not LeaseState.RELEASED:
+        if berth.life is not None and berth.life.identity is not None:
+            for held, lease in berth.life.leases:
                 held.ledger.drain(lease)
         self._learning.lost(berth, death)
         if death.kind is not None:
@@ -221,12 +220,7 @@ class Fleet:
         life, berth.life = berth.life, None
         if life is None:
             return
-        if berth.posture is Posture.RESTING:
-            self.loads.keep(berth, life)
-        else:
-            now = time.monotonic()
-            for held, lease in life.leases:
-                held.ledger.release(lease, now)
+        self.loads.give_back(berth, life)
         if life.identity is not None:
             berth.held.vacate(life.identity.pid)
             gone = self._journal.submit(WorkerGone(pid=life.identity.pid, start_time=life.identity.start_time))

@@ -37,6 +37,8 @@ _log = logging.getLogger("relevo.learning")
 
 PEAK_STEP_BYTES = 1 << 20
 """A peak that grew by less is not written down again."""
+KNOWN_FOR_S = 60.0
+"""Failures are forgotten after a time, so what follows from the records is computed anew now and then."""
 FULL_SHARE = 0.9
 """Cells in use, of all: from here on a context counts as nearly full."""
 
@@ -55,6 +57,7 @@ class Learning:
         self._engine = engine
         self._lessons = Lessons()
         self._known: dict[tuple[Key, Circumstances, Tier], Learned] = {}
+        self._known_at = 0.0
 
     async def recall(self) -> None:
         """What earlier runs of this engine's build taught."""
@@ -70,9 +73,13 @@ class Learning:
 
         def learned(start: StartModel, tier: Tier) -> Learned:
             key, under = key_of(start, held), self._circumstances(held)
+            now = time.time()
+            if now - self._known_at > KNOWN_FOR_S:
+                self._known.clear()
+                self._known_at = now
             known = self._known.get((key, under, tier))
             if known is None:
-                known = self._lessons.learned(key, under, predicted_by=tier, start=first, floors=floors)
+                known = self._lessons.learned(key, under, predicted_by=tier, start=first, floors=floors, now=now)
                 self._known[key, under, tier] = known
             return known
 
@@ -110,8 +117,9 @@ class Learning:
                 under=self._circumstances(berth.held),
                 at=time.time(),
                 asked_bytes=asked,
-                free_bytes=berth.held.ledger.snapshot().reported_free_bytes,
+                free_bytes=berth.held.device.read().free_bytes,
                 margin_bytes=life.demand.margin_bytes or 0,
+                fragmentation_bytes=life.demand.fragmentation_bytes or 0,
             )
         )
 

@@ -296,15 +296,24 @@ class Loads:
     # ------------------------------------------------------------ rest
 
     @staticmethod
-    def keep(berth: Berth, life: Life) -> None:
-        """Its process is gone, but not its claim: what was leased for it stays so, and nobody else is asked."""
+    def give_back(berth: Berth, life: Life) -> None:
+        """Its process is gone, and its leases with it. A worker that rests keeps its claim: nobody else is asked."""
         now = time.monotonic()
-        berth.kept = [(held, held.ledger.renew(lease, now)) for held, lease in life.leases]
+        for held, lease in life.leases:
+            if berth.posture is Posture.RESTING:
+                berth.kept.append((held, held.ledger.renew(lease, now)))
+                held.ledger.rest(berth.kept[-1][1])
+            elif lease.state is LeaseState.GRANTED and life.identity is None:
+                held.ledger.cancel(lease)  # no process was ever started for it
+            else:
+                held.ledger.release(lease, now)
 
     @staticmethod
     def _wake(berth: Berth, incarnation: int) -> Life:
         assert berth.verdict is not None
         kept, berth.kept = berth.kept, []
+        for held, lease in kept:
+            held.ledger.begin(lease)
         return Life(incarnation, berth.verdict, kept)
 
 

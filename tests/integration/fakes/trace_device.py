@@ -73,6 +73,9 @@ class TraceDevice:
         line = self._line()
         return Truth(line["ours_bytes"], line["foreign_bytes"])
 
+    def stop(self) -> None:
+        pass
+
     def held_by(self, pid: int) -> int | None:
         return None
 
