@@ -239,6 +239,7 @@ def _print_record(record: dict[str, Any]) -> None:
         ("created", time_text(record.get("created"))),
         ("ended", time_text(record.get("ended")) if record.get("ended") else None),
         ("attempts", record.get("attempts")),
+        ("parked", (relevo.get("parked") or {}).get("reason")),
         ("kept until", time_text(record["kept_until"]) if record.get("kept_until") else None),
     ]
     for name, value in lines:
