@@ -545,6 +545,26 @@ MINICPM_2B = Blueprint(
     more={"logit_scale": 9.0, "residual_scale": 0.2214, "embedding_scale": 12.0},
 )
 
+PHI_35_MINI = replace(
+    PHI_3_MINI,
+    name="Phi-3.5-mini-128k",
+    context=131072,
+    outside=(("rope_factors_long.weight", (48,)), ("rope_factors_short.weight", (48,))),
+    more={"rope.scaling.original_context_length": 4096},
+)
+QWEN25_VL_7B = Blueprint(
+    "Qwen2.5-VL-7B",
+    "qwen2vl",
+    28,
+    3584,
+    18944,
+    28,
+    4,
+    152064,
+    with_=(("attn_q.bias", (3584,)), ("attn_k.bias", (512,)), ("attn_v.bias", (512,))),
+    more={"rope.dimension_sections": (16, 24, 24, 0)},
+)
+
 BLUEPRINTS = tuple(thing for thing in list(globals().values()) if isinstance(thing, Blueprint))
 _FIRST_OF_MORE = BLUEPRINTS.index(GEMMA_2B)
 FAMILIES = tuple(blueprint.family() for blueprint in BLUEPRINTS[:_FIRST_OF_MORE])

@@ -66,7 +66,8 @@ class _Inputs:
 
     def __init__(self, step: StepGraph) -> None:
         rows, mask_bytes = step.rows, 2 if step.flash_attention else 4
-        self.positions = given((rows,), 4 * rows)
+        positions = rows * step.form.positions
+        self.positions = given((positions,), 4 * positions)
         self.outputs = given((step.outputs,), 4 * step.outputs)
         # One tensor a place, shared by its layers (TENSOR_DUPLICATED in llama-model.cpp).
         half = step.layers[0].key_length // 2

@@ -66,6 +66,8 @@ class GraphForm(msgspec.Struct, frozen=True, kw_only=True):
     attention_first: bool = False
     """Of parts that work side by side the attention is summed with the other before the input is."""
     turned: Turned = Turned.ALL
+    positions: int = 1
+    """Numbers that say where a token is: 1, or 4 where pictures have rows and columns."""
     head_bias: bool = False
     rope_factors: bool = False
     """Positions are turned by factors of the file."""

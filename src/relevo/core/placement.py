@@ -25,7 +25,7 @@ def weights_bytes(shape: ModelShape, options: LoadOptions) -> tuple[int, int]:
     there, here = shape.layers[first:], shape.layers[:first]
     left_experts = sum(layer.expert_bytes for layer in there[: options.host_expert_layers])
     device = sum(layer.weights_bytes + layer.padding_bytes for layer in there) - left_experts
-    device += shape.rotary_bytes if there else 0
+    device += shape.rotary_bytes + shape.rotary_padding_bytes if there else 0
     host = shape.input_weights_bytes + sum(layer.weights_bytes for layer in here) + left_experts
     host += shape.rotary_bytes if here else 0
     if head:

@@ -65,6 +65,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """What a device adds to begin each of these at a multiple of `DEVICE_ALIGNMENT_BYTES`."""
     rotary_bytes: int = 0
     """Tables of rotary positions, which both sides need where layers lie on both."""
+    rotary_padding_bytes: int = 0
+    """What a device adds to begin each of these at a multiple of `DEVICE_ALIGNMENT_BYTES`."""
     tied_table_bytes: int = 0
     """Without a head of its own the model uses the embedding table; a device then gets this second copy of it."""
     experts: int = 0

@@ -38,6 +38,7 @@ class _Graph(msgspec.Struct, frozen=True, kw_only=True):
     attention_first: bool = False
     pre_norms: bool = True
     wide_qk_norms: bool = False
+    positions: int = 1
     turned: Turned = Turned.ALL
     turned_without_window: Turned = Turned.ALL
     """Of a file in which no layer sees a window."""
@@ -66,6 +67,7 @@ GRAPHS: dict[str, _Graph] = {
     "phi2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, attention_first=True),
     "phi3": _Graph(fused_gate=True, input_first=True),
     "qwen2": _Graph(),
+    "qwen2vl": _Graph(positions=4),
     "qwen3": _Graph(),
     "qwen3moe": _Graph(normed_weights=True),
     "seed_oss": _Graph(second_norm="post_attention_norm.weight"),
@@ -94,7 +96,8 @@ _STEPS = {
 
 _BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _OUTSIDE = frozenset({"token_embd.weight", "output_norm.weight", "output.weight"})
-_OUTSIDE_KNOWN = {"output_norm.bias": "norm_bias", "output.bias": "head_bias", "rope_freqs.weight": "rope_factors"}
+_ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_OUTSIDE_KNOWN = _ROPE_FACTORS | {"output_norm.bias", "output.bias"}
 _EXPERTS = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -149,7 +152,7 @@ class _Reader:
 
     def unexplained(self) -> str | None:
         """A tensor that the form has no place for."""
-        left = sorted(self._layer - self._explained) + sorted(self._outside - _OUTSIDE - _OUTSIDE_KNOWN.keys())
+        left = sorted(self._layer - self._explained) + sorted(self._outside - _OUTSIDE - _OUTSIDE_KNOWN)
         return left[0] if left else None
 
     def form(self, windowed: bool) -> GraphForm | str:
@@ -194,7 +197,8 @@ class _Reader:
             wide_qk_norms=graph.wide_qk_norms,
             turned=graph.turned if windowed else graph.turned_without_window,
             head_bias="output.bias" in self._outside,
-            rope_factors="rope_freqs.weight" in self._outside,
+            rope_factors=bool(_ROPE_FACTORS & self._outside),
+            positions=graph.positions,
             sinks=self._all(("attn_sinks.weight",)),
         )
 

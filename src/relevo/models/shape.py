@@ -63,6 +63,7 @@ class _Table(msgspec.Struct):
     output_bytes: int = 0
     output_padding_bytes: int = 0
     rotary_bytes: int = 0
+    rotary_padding_bytes: int = 0
     embedding: Tensor | None = None
     """The table of a model without a head of its own."""
     repackable_bytes: dict[str, int] = {}
@@ -100,6 +101,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
         output_weights_bytes=table.output_bytes,
         output_padding_bytes=table.output_padding_bytes,
         rotary_bytes=table.rotary_bytes,
+        rotary_padding_bytes=table.rotary_padding_bytes,
         tied_table_bytes=0 if table.embedding is None else _aligned(table.embedding.size_bytes, DEVICE_ALIGNMENT_BYTES),
         tied_table_type=None if table.embedding is None else table.embedding.type,
         tied_table_is_read_twice=table.embedding is not None and header.architecture in rules.READS_TIED_TABLE_TWICE,
@@ -139,7 +141,9 @@ def _table(header: GgufHeader, count: int) -> _Table:
         elif stem in _INPUT_TENSORS:
             table.input_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         elif stem in _ROTARY_TENSORS:
-            table.rotary_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
+            size = _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
+            table.rotary_bytes += size
+            table.rotary_padding_bytes += -size % DEVICE_ALIGNMENT_BYTES
         elif stem in first:
             table.layers[0].weights_bytes += _aligned(tensor.size_bytes, HOST_ALIGNMENT_BYTES)
         else:
