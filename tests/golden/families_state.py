@@ -84,11 +84,13 @@ def _per_layer(layers: int, value: int, at: Iterable[int], otherwise: int = 0) -
     return [value if layer in chosen else otherwise for layer in range(layers)]
 
 
-def _gated(e: int, ff: int) -> Shapes:
+def gated(e: int, ff: int) -> Shapes:
+    """A gated feed-forward part, with its norm."""
     return {"ffn_norm.weight": (e,), "ffn_gate.weight": (e, ff), "ffn_up.weight": (e, ff), "ffn_down.weight": (ff, e)}
 
 
-def _attention(e: int, q: int, k: int, v: int | None = None) -> Shapes:
+def attention(e: int, q: int, k: int, v: int | None = None) -> Shapes:
+    """Ordinary attention of these widths, with its norm."""
     return {
         "attn_norm.weight": (e,),
         "attn_q.weight": (e, q),
@@ -206,7 +208,7 @@ def _deepseek_v2_lite(*, compressed: bool) -> Family:
     draft.keys |= {"expert_count": 64, "expert_used_count": 6, "expert_feed_forward_length": 1408}
     draft.keys |= {"expert_shared_count": 2, **latent.keys(compressed=compressed)}
     for at in range(27):
-        feed = _experts(e, 1408, 64, 2816) if at else _gated(e, 10944)
+        feed = _experts(e, 1408, 64, 2816) if at else gated(e, 10944)
         draft.layer(at, latent.layer(e, compressed=compressed), feed)
     return draft.family("DeepSeek-V2-Lite" + ("" if compressed else "-old"))
 
@@ -232,7 +234,7 @@ def _deepseek_v3(name: str, *, indexer: bool = False) -> Family:
         draft.keys |= {"attention.indexer.head_count": 64, "attention.indexer.key_length": 128}
         draft.keys |= {"attention.indexer.top_k": 2048}
     for at in range(61):
-        feed = _experts(e, 2048, 256, 2048) | {"exp_probs_b.bias": (256,)} if at >= 3 else _gated(e, 18432)
+        feed = _experts(e, 2048, 256, 2048) | {"exp_probs_b.bias": (256,)} if at >= 3 else gated(e, 18432)
         extra = _INDEXER(e, 1536) if indexer else {}
         draft.layer(at, latent.layer(e, compressed=True), feed, extra)
     return draft.family(name)
@@ -248,7 +250,7 @@ def _glm_dsa() -> Family:
     draft.keys |= {"expert_shared_count": 1, "attention.indexer.head_count": 64, "attention.indexer.key_length": 128}
     draft.keys |= {"attention.indexer.top_k": 2048, "attention.indexer.types": full}
     for at in range(layers + 1):
-        feed = _experts(e, 2048, 256, 2048) | {"exp_probs_b.bias": (256,)} if at >= 3 else _gated(e, 12288)
+        feed = _experts(e, 2048, 256, 2048) | {"exp_probs_b.bias": (256,)} if at >= 3 else gated(e, 12288)
         extra = _INDEXER(e, 2048) if at >= layers or full[at] else {}
         draft.layer(at, latent.layer(e, compressed=True), feed, extra, _next_token(e) if at >= layers else {})
     return draft.family("GLM-5.2")
@@ -260,7 +262,7 @@ def _glm_47_flash() -> Family:
     draft.keys |= {"expert_count": 64, "expert_used_count": 4, "expert_feed_forward_length": 1536}
     draft.keys |= {"expert_shared_count": 1, "nextn_predict_layers": 1, **latent.keys(compressed=True)}
     for at in range(48):
-        feed = _experts(e, 1536, 64, 1536) | {"exp_probs_b.bias": (64,)} if at else _gated(e, 10240)
+        feed = _experts(e, 1536, 64, 1536) | {"exp_probs_b.bias": (64,)} if at else gated(e, 10240)
         draft.layer(at, latent.layer(e, compressed=True), feed, _next_token(e) if at == 47 else {})
     return draft.family("GLM-4.7-Flash")
 
@@ -274,7 +276,7 @@ def _kimi_linear() -> Family:
     draft.keys |= {"expert_count": 256, "expert_used_count": 8, "expert_feed_forward_length": 1024}
     draft.keys |= {"expert_shared_count": 1}
     inner = 32 * 128
-    delta: Shapes = _attention(e, inner, inner) | {
+    delta: Shapes = attention(e, inner, inner) | {
         **{f"ssm_conv1d_{name}.weight": (4, 1, inner) for name in "qkv"},
         "ssm_f_a.weight": (e, 128),
         "ssm_f_b.weight": (128, inner),
@@ -286,7 +288,7 @@ def _kimi_linear() -> Family:
         "ssm_norm.weight": (128,),
     }
     for at in range(27):
-        feed = _experts(e, 1024, 256, 1024) | {"exp_probs_b.bias": (256,)} if at else _gated(e, 9216)
+        feed = _experts(e, 1024, 256, 1024) | {"exp_probs_b.bias": (256,)} if at else gated(e, 9216)
         draft.layer(at, latent.layer(e, compressed=True) if at in full else delta, feed)
     return draft.family("Kimi-Linear-48B")
 
@@ -321,7 +323,7 @@ def _gemma_3n() -> Family:
         "laurel_post_norm.weight": (e,),
     }
     for at in range(35):
-        draft.layer(at, _attention(e, 8 * head, 2 * head), _norms(head), _post_norms(e), _gated(e, ff), wound)
+        draft.layer(at, attention(e, 8 * head, 2 * head), _norms(head), _post_norms(e), gated(e, ff), wound)
     return draft.family("Gemma-3n-E4B")
 
 
@@ -343,7 +345,7 @@ def _gemma_4(name: str, *, layers: int, e: int, ff: int, heads: int, shared: int
         draft.add("per_layer_proj_norm.weight", small)
     for at in range(layers):
         head = 256 if slides[at] else 512
-        parts = [_attention(e, heads * head, kv_heads[at] * head), _norms(head), _post_norms(e), _gated(e, ff)]
+        parts = [attention(e, heads * head, kv_heads[at] * head), _norms(head), _post_norms(e), gated(e, ff)]
         if small:
             parts.append({"inp_gate.weight": (e, small), "proj.weight": (small, e), "post_norm.weight": (e,)})
         draft.layer(at, *parts)
@@ -360,7 +362,7 @@ def _gpt_oss() -> Family:
     bias |= {"attn_sinks.weight": (64,), "ffn_gate_inp.bias": (32,), "ffn_gate_exps.bias": (2880, 32)}
     bias |= {"ffn_up_exps.bias": (2880, 32), "ffn_down_exps.bias": (e, 32), "post_attention_norm.weight": (e,)}
     for at in range(24):
-        draft.layer(at, _attention(e, q, kv), _experts(e, 2880, 32, norm=False), bias)
+        draft.layer(at, attention(e, q, kv), _experts(e, 2880, 32, norm=False), bias)
     draft.tensors = [(name, shape, "f32" if name.endswith("bias") else kind) for name, shape, kind in draft.tensors]
     return draft.family("gpt-oss-20b")
 
@@ -372,7 +374,7 @@ def _llama_4() -> Family:
     draft.keys |= {"expert_feed_forward_length": 8192, "interleave_moe_layer_step": 1}
     draft.keys |= {"attention.head_count": 40, "attention.head_count_kv": 8, "rope.dimension_count": 128}
     for at in range(48):
-        draft.layer(at, _attention(e, q, kv), _experts(e, 8192, 16, 8192))
+        draft.layer(at, attention(e, q, kv), _experts(e, 8192, 16, 8192))
     return draft.family("Llama-4-Scout")
 
 
@@ -393,8 +395,8 @@ def _exaone_4() -> Family:
     draft = Draft("exaone4", 64, e, 102400, feed_forward_length=ff, attention__head_count=40)
     draft.keys |= {"attention.head_count_kv": 8, "attention.key_length": head, "attention.value_length": head}
     for at in range(64):
-        own = {name: shape for name, shape in _attention(e, 40 * head, 8 * head).items() if name != "attn_norm.weight"}
-        feed = {name: shape for name, shape in _gated(e, ff).items() if name != "ffn_norm.weight"}
+        own = {name: shape for name, shape in attention(e, 40 * head, 8 * head).items() if name != "attn_norm.weight"}
+        feed = {name: shape for name, shape in gated(e, ff).items() if name != "ffn_norm.weight"}
         draft.layer(at, own, _norms(head), _post_norms(e), feed)
     return draft.family("EXAONE-4.0-32B")
 
@@ -407,7 +409,7 @@ def _small_thinker() -> Family:
     draft.keys |= {"attention.head_count": 28, "attention.head_count_kv": 4, "attention.key_length": head}
     draft.keys |= {"attention.value_length": head}
     for at in range(52):
-        draft.layer(at, _attention(e, 28 * head, 4 * head), _experts(e, 768, 64))
+        draft.layer(at, attention(e, 28 * head, 4 * head), _experts(e, 768, 64))
     return draft.family("SmallThinker-21B")
 
 
@@ -422,9 +424,9 @@ def _mimo_2() -> Family:
     draft.keys |= {"attention.key_length": 192, "attention.value_length": 128, "attention.sliding_window": 128}
     draft.keys |= {"attention.sliding_window_pattern": slides}
     for at in range(layers + ahead):
-        own = _attention(e, 64 * 192, kv_heads[at] * 192, kv_heads[at] * 128) | {"attn_output.weight": (64 * 128, e)}
+        own = attention(e, 64 * 192, kv_heads[at] * 192, kv_heads[at] * 128) | {"attn_output.weight": (64 * 128, e)}
         own |= {"attn_sinks.weight": (64,)} if slides[at] else {}
-        feed = _experts(e, 2048, 256) | {"exp_probs_b.bias": (256,)} if 0 < at < layers else _gated(e, 16384)
+        feed = _experts(e, 2048, 256) | {"exp_probs_b.bias": (256,)} if 0 < at < layers else gated(e, 16384)
         draft.layer(at, own, feed, _next_token(e) if at >= layers else {})
     return draft.family("MiMo-V2-Flash")
 
@@ -500,7 +502,7 @@ def _arwkv_7() -> Family:
             **{f"time_mix_{name}.weight": (e,) for name in ("k_k", "k_a", "r_k")},
             **{f"time_mix_{name}.weight": (e, e) for name in ("key", "value", "receptance", "output")},
         }
-        draft.layer(at, mix, _gated(e, ff))
+        draft.layer(at, mix, gated(e, ff))
     return draft.family("ARWKV-7-1.5B")
 
 
@@ -527,7 +529,7 @@ def _qwen3_next() -> Family:
         "ssm_norm.weight": (128,),
         "ssm_out.weight": (4096, e),
     }
-    full = _attention(e, 4096, 512) | {"attn_q.weight": (e, 8192)} | _norms(head)
+    full = attention(e, 4096, 512) | {"attn_q.weight": (e, 8192)} | _norms(head)
     feed = _experts(e, 512, experts, 512, norm=False)
     feed |= {"ffn_gate_inp_shexp.weight": (e,), "post_attention_norm.weight": (e,)}
     for at in range(48):
@@ -556,8 +558,8 @@ def _qwen_35() -> Family:
         "ssm_norm.weight": (128,),
         "ssm_out.weight": (4096, e),
     }
-    full = _attention(e, 4096, 1024) | {"attn_q.weight": (e, 8192)} | _norms(head)
-    feed = {name: shape for name, shape in _gated(e, ff).items() if name != "ffn_norm.weight"}
+    full = attention(e, 4096, 1024) | {"attn_q.weight": (e, 8192)} | _norms(head)
+    feed = {name: shape for name, shape in gated(e, ff).items() if name != "ffn_norm.weight"}
     feed |= {"post_attention_norm.weight": (e,)}
     for at in range(layers + ahead):
         draft.layer(at, delta if flags[at] else full, feed, _next_token(e) if at >= layers else {})
@@ -578,7 +580,7 @@ def _minimax_01() -> Family:
         "attn_output.weight": (q, e),
     }
     for at in range(80):
-        draft.layer(at, _attention(e, q, 1024) if at % 8 == 7 else lightning, _experts(e, ff, 32))
+        draft.layer(at, attention(e, q, 1024) if at % 8 == 7 else lightning, _experts(e, ff, 32))
     return draft.family("MiniMax-Text-01")
 
 
@@ -592,8 +594,8 @@ def _jamba() -> Family:
     state = _mamba(e, inner=8192, state=16, rank=256) | {"attn_norm.weight": (e,), "ssm_dt_norm.weight": (256,)}
     state |= {"ssm_b_norm.weight": (16,), "ssm_c_norm.weight": (16,)}
     for at in range(32):
-        feed = _experts(e, ff, 16) if at % 2 else _gated(e, ff)
-        draft.layer(at, _attention(e, e, 1024) if at in full else state, feed)
+        feed = _experts(e, ff, 16) if at % 2 else gated(e, ff)
+        draft.layer(at, attention(e, e, 1024) if at in full else state, feed)
     return draft.family("Jamba-1.6-Mini")
 
 
@@ -604,10 +606,10 @@ def _falcon_h1() -> Family:
     draft.keys |= {"attention.head_count_kv": 2, "attention.key_length": 128, "attention.value_length": 128}
     draft.keys |= {"ssm.conv_kernel": 4, "ssm.inner_size": inner, "ssm.state_size": 256, "ssm.group_count": 1}
     draft.keys |= {"ssm.time_step_rank": 48, "rope.dimension_count": 128}
-    feed = {"ffn_norm": (e,)} | {name: shape for name, shape in _gated(e, ff).items() if name != "ffn_norm.weight"}
+    feed = {"ffn_norm": (e,)} | {name: shape for name, shape in gated(e, ff).items() if name != "ffn_norm.weight"}
     state = _mamba2(e, inner=inner, state=256, groups=1, heads=48, norm=False)
     for at in range(24):
-        draft.layer(at, _attention(e, 1024, 256), state, feed)
+        draft.layer(at, attention(e, 1024, 256), state, feed)
     return draft.family("Falcon-H1-1.5B")
 
 
@@ -621,7 +623,7 @@ def _granite_h() -> Family:
     draft.keys |= {"ssm.time_step_rank": 48, "logit_scale": 6.0}
     state = _mamba2(e, inner=3072, state=128, groups=1, heads=48) | {"attn_norm.weight": (e,)}
     for at in range(40):
-        draft.layer(at, _attention(e, 1536, 512) if at in full else state, _experts(e, 512, 64, 1024))
+        draft.layer(at, attention(e, 1536, 512) if at in full else state, _experts(e, 512, 64, 1024))
     return draft.family("Granite-4.0-H-Tiny")
 
 
@@ -641,7 +643,7 @@ def _nemotron_h() -> Family:
     state = _mamba2(e, inner=8192, state=128, groups=8, heads=128) | {"attn_norm.weight": (e,)}
     forward: Shapes = {"attn_norm.weight": (e,), "ffn_up.weight": (e, ff), "ffn_down.weight": (ff, e)}
     for at, kind in enumerate(_NEMOTRON):
-        draft.layer(at, {"M": state, "*": _attention(e, 4096, 1024), "-": forward}[kind])
+        draft.layer(at, {"M": state, "*": attention(e, 4096, 1024), "-": forward}[kind])
     return draft.family("Nemotron-H-8B")
 
 
@@ -658,7 +660,7 @@ def _lfm2() -> Family:
         "shortconv.out_proj.weight": (e, e),
     }
     for at in range(16):
-        draft.layer(at, _attention(e, e, 512) | _norms(64) if at in full else short, _gated(e, ff))
+        draft.layer(at, attention(e, e, 512) | _norms(64) if at in full else short, gated(e, ff))
     return draft.family("LFM2-1.2B")
 
 
@@ -674,7 +676,7 @@ def _openelm() -> Family:
     draft = Draft("openelm", 16, e, 32000, head=False, feed_forward_length=ff, attention__head_count=heads)
     draft.keys |= {"attention.head_count_kv": kv_heads, "attention.key_length": head, "attention.value_length": head}
     for at in range(16):
-        draft.layer(at, _norms(head), _gated(e, ff[at]), {"attn_norm.weight": (e,)})
+        draft.layer(at, _norms(head), gated(e, ff[at]), {"attn_norm.weight": (e,)})
         qkv = (heads[at] + 2 * kv_heads[at]) * head
         draft.layer(at, {"attn_qkv.weight": (e, qkv), "attn_output.weight": (heads[at] * head, e)})
     return draft.family("OpenELM-270M")
@@ -691,11 +693,11 @@ def _decilm() -> Family:
     draft.add("rope_freqs.weight", 64)
     for at in range(layers):
         if kv_heads[at]:
-            draft.layer(at, _attention(e, 8192, kv_heads[at] * 128))
+            draft.layer(at, attention(e, 8192, kv_heads[at] * 128))
         elif heads[at]:
             draft.layer(at, {"attn_norm.weight": (e,), "attn_output.weight": (e, e)})
         if ff[at]:
-            draft.layer(at, _gated(e, ff[at]))
+            draft.layer(at, gated(e, ff[at]))
     return draft.family("Nemotron-51B")
 
 
@@ -708,7 +710,7 @@ def _bge_base() -> Family:
     draft.tensors = draft.tensors[:1]
     draft.add("token_types.weight", e, 2)
     draft.add("position_embd.weight", e, 512)
-    layer: Shapes = {name: shape for name, shape in _attention(e, e, e).items() if name != "attn_norm.weight"}
+    layer: Shapes = {name: shape for name, shape in attention(e, e, e).items() if name != "attn_norm.weight"}
     layer |= {f"attn_{name}.bias": (e,) for name in ("q", "k", "v", "output")}
     layer |= {"ffn_up.weight": (e, ff), "ffn_up.bias": (ff,), "ffn_down.weight": (ff, e), "ffn_down.bias": (e,)}
     norms = ("attn_output_norm", "layer_output_norm")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from relevo.core.demand import model_demand
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
-from tests.golden.families_state import FAMILIES, Family
-from tests.golden.keeping import measured, predicted
+from tests.golden.families_state import FAMILIES, Draft, Family, attention, gated
+from tests.golden.keeping import measured, options, predicted
 from tests.golden.oracle import Placement, Setting, weigh
 
 SETTINGS = (
@@ -50,3 +51,21 @@ def test_what_lies_on_the_card_and_what_on_the_host_is_known_to_the_byte(
     family: Family, placement: Placement, libraries: Path, tmp_path: Path
 ) -> None:
     compare(family, tmp_path, libraries, placement, SETTINGS[1])
+
+
+@pytest.mark.parametrize("flash_attention", [True, False])
+def test_a_cache_that_is_not_computed_is_one_the_engine_does_not_make(
+    flash_attention: bool, libraries: Path, tmp_path: Path
+) -> None:
+    """Heads of 80, as Phi-2 has them: a row of all heads is whole blocks of q8_0, a head is not."""
+    draft = Draft("llama", 1, 320, 512, feed_forward_length=640, attention__head_count=4, rope__dimension_count=80)
+    draft.layer(0, attention(320, 320, 320), gated(320, 640))
+    file = draft.family("Wide-Heads").write(tmp_path)
+    shape, cpu = shape_of(read_header(file)), Placement(accelerator="")
+    asked = [Setting(kv_type=kind, flash_attention=flash_attention) for kind in ("f16", "q8_0")]
+    plain, quantized = weigh(libraries, file, cpu, asked)
+    assert predicted(shape, asked[0], cpu) == measured(plain)
+    _, host = model_demand(shape, options(asked[1], cpu))
+    assert host.kv_bytes is None
+    assert "one block" in host.reasons["kv_bytes"] or not flash_attention
+    assert quantized.error is not None

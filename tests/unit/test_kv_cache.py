@@ -85,11 +85,26 @@ def test_a_layer_that_reads_anothers_cache_has_none() -> None:
     assert kv_layer_bytes(shape, host(context_tokens=256)) == [256 * 512, 0]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("q9_9", "is not known"), ("q4_k", "does not suit")])
-def test_a_cache_type_that_cannot_be_is_refused_in_words(kind: str, words: str) -> None:
-    found = kv_layer_bytes(model(FULL), host(kv_type=kind))
+PHI_2 = msgspec.structs.replace(FULL, kv_heads=32, key_length=80, value_length=80)
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "words"),
+    [
+        (FULL, {"kv_type": "q9_9"}, "is not known"),
+        (FULL, {"kv_type": "q4_k"}, "heads are 64 wide, and 256 are one block"),
+        (PHI_2, {"kv_type": "q8_0"}, "heads are 80 wide, and 32 are one block"),
+        (FULL, {"kv_type": "q8_0", "flash_attention": False}, "needs flash attention"),
+    ],
+)
+def test_a_cache_that_the_engine_would_not_make_is_not_computed(
+    layer: LayerShape, options: dict[str, object], words: str
+) -> None:
+    """A row of 2560 would hold whole blocks, but each head of it must."""
+    found = kv_layer_bytes(model(layer), host(**options))
     assert isinstance(found, str)
     assert words in found
+    assert model_demand(model(layer), host(**options))[1].total_bytes is None
 
 
 def test_states_depend_on_sequences_alone() -> None:

@@ -50,16 +50,16 @@ def kv_layer_bytes(shape: ModelShape, options: LoadOptions) -> list[int] | str:
     kind = BY_NAME.get(options.kv_type)
     if kind is None:
         return f"The KV type {options.kv_type!r} is not known."
+    why = _unfit(shape, kind, flash_attention=options.flash_attention)
+    if why is not None:
+        return why
     streams, cells = cells_of(options)
     window_cells = window_cells_of(shape, options)
     widest = max((layer.kv_heads * layer.value_length for layer in shape.layers), default=0)
-    try:
-        return [
-            streams * (window_cells if layer.slides else cells) * _row_bytes(layer, kind, options, widest)
-            for layer in shape.layers
-        ]
-    except ValueError as e:
-        return f"This KV type does not suit the model: {e}"
+    return [
+        streams * (window_cells if layer.slides else cells) * _row_bytes(layer, kind, options, widest)
+        for layer in shape.layers
+    ]
 
 
 def state_layer_bytes(shape: ModelShape, options: LoadOptions) -> list[int] | str:
@@ -71,6 +71,20 @@ def state_layer_bytes(shape: ModelShape, options: LoadOptions) -> list[int] | st
         return shape.unknown["state_bytes"]
     sequences = max(1, options.sequences)
     return [STATE_ELEMENT_BYTES * sequences * (layer.conv_state + layer.mixer_state) for layer in shape.layers]
+
+
+def _unfit(shape: ModelShape, kind: NumberType, *, flash_attention: bool) -> str | None:
+    """Why the engine would make no context with this type of cache; None when it would."""
+    if kind.block_elements == 1:
+        return None
+    if not flash_attention:
+        return f"A KV cache of {kind.name} needs flash attention."
+    for layer in shape.layers:
+        for length in (layer.key_length, layer.value_length, layer.indexer_key_length):
+            if length % kind.block_elements:
+                size = f"its heads are {length} wide, and {kind.block_elements} are one block"
+                return f"The KV type {kind.name} does not suit the model: {size}."
+    return None
 
 
 def _row_bytes(layer: LayerShape, kind: NumberType, options: LoadOptions, widest: int) -> int:
