@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from relevo.cli import main
+from relevo.cli.full_load import LoadFailed, load_fully
 from relevo.cli.place import ServicePlace
 from relevo.cli.planning import Planner
+from relevo.core.events import StartModel
 from relevo.core.learned import Circumstances, Observation, encode
+from relevo.core.reading import Reading
 from relevo.journal import AddMeasurement
 from relevo.models.fingerprint import weights_digest
 from relevo.models.gguf import read_header
@@ -67,6 +70,46 @@ def test_a_check_loads_the_model_on_both_routes_and_finds_what_was_predicted(
     assert rows_of(gpu)["its own, as reserved"]["observed_bytes"] <= found["total_bytes"]
     assert found["parts"]["kv_bytes"] == rows_of(gpu)["KV cache"]["predicted_bytes"]
     assert children() == before, "nothing of it is left"
+
+
+class Card:
+    """A card whose driver tells what it is told to; the worker behind it computes on the CPU."""
+
+    emulated = False
+
+    def __init__(self, *, tells_processes: bool) -> None:
+        self.tells_processes = tells_processes
+        self.used_bytes = 100 * MIB
+        self.pids: set[int] = set()
+
+    def held_by(self, pid: int) -> int | None:
+        self.pids.add(pid)
+        self.used_bytes = 700 * MIB
+        return 555 * MIB if self.tells_processes else None
+
+    def read(self) -> Reading:
+        return Reading(GIB, GIB - self.used_bytes, read_at=0.0)
+
+
+@pytest.mark.parametrize(("tells", "expected"), [(True, 555 * MIB), (False, 600 * MIB)])
+def test_a_drivers_word_on_the_process_is_better_than_the_rise_of_use(
+    libraries: Path, demo_model: Path, tells: bool, expected: int
+) -> None:
+    card = Card(tells_processes=tells)
+    start = StartModel(
+        "demo", "gpu", str(demo_model), str(libraries), context_tokens=64, slots=1, batch_tokens=64, ubatch_tokens=64
+    )
+    load = load_fully(start, card)  # type: ignore[arg-type]
+    assert (load.observed.device_bytes, load.observed.by_process) == (expected, tells)
+    assert card.pids == {load.ready.pid} and load.near_full
+    assert load.observed.resident_bytes is not None and load.observed.resident_bytes > 90 * MIB
+
+
+def test_a_worker_that_cannot_start_ends_a_check_with_its_reason(libraries: Path, tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(LoadFailed, match=r"no\.gguf"):
+        load_fully(StartModel("no", "cpu", str(path), str(libraries), context_tokens=64, batch_tokens=64))
 
 
 def test_a_check_that_does_not_fit_loads_nothing_and_says_so(
@@ -213,9 +256,12 @@ def test_the_whole_command_stays_small(own_place: Path, tmp_path: Path) -> None:
 _MEASURED = """
 import contextlib, io, sys
 from relevo.cli import main
+from relevo.cli.full_load import LoadFailed, load_fully
 from relevo.cli.place import ServicePlace
 from relevo.cli.planning import Planner
+from relevo.core.events import StartModel
 from relevo.core.learned import Circumstances, Observation, encode
+from relevo.core.reading import Reading
 from relevo.journal import AddMeasurement
 from relevo.models.gguf import read_header
 with contextlib.redirect_stdout(io.StringIO()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace as replace_load
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from relevo.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
+from relevo.cli.full_load import FullLoad, Observed
 from relevo.cli.places import read_bytes
-from relevo.cli.plan_check import Row
+from relevo.cli.plan_check import Row, card_rows
 from relevo.cli.read_rate import memory_rate, storage_rate
 from relevo.cli.sizing import model_config, name_from, parse_size, read_model, size_up
 from relevo.cli.targets import Target, choose_target, imagined
 from relevo.cli.weighing import Weighing
-from relevo.core.demand import PARTS
+from relevo.core.demand import PARTS, Demand
 from relevo.core.dry_run import DryCache, DryRunFigures
 from relevo.core.errors import ConfigError, ModelFileError, RelevoError
+from relevo.core.events import Ready
 from relevo.core.load import LoadOptions
 from relevo.core.shape import LayerShape, ModelShape
 from tests.golden.families_attention import family
@@ -420,6 +423,36 @@ def test_a_difference_is_against_the_surest_witness() -> None:
     assert Row("weights", 1000, 1010).difference_bytes == 10
     assert Row("weights", None, 1010).difference_bytes is None
     assert Row("state", 0, 0).view()["difference_percent"] is None
+
+
+def test_of_a_card_the_driver_and_the_engine_are_told_apart() -> None:
+    ready = Ready(
+        pid=1, engine="e", library="CUDA", device="CUDA0", device_description="", cells=1, slots=1, vocabulary_tokens=1,
+        context_trained_tokens=1, load_ms=1.0, probe_tokens=[], model_bytes=1000, kv_bytes=200, state_bytes=30,
+        compute_bytes=4, output_bytes=5, host_compute_bytes=6,
+    )  # fmt: skip
+    demand = Demand(
+        weights_bytes=1000, kv_bytes=200, state_bytes=30, compute_bytes=5, context_bytes=300, pool_bytes=50,
+        fragmentation_bytes=10, margin_bytes=999,
+    )  # fmt: skip
+    beside = Demand(weights_bytes=70, compute_bytes=6, margin_bytes=99)
+    seen = Observed(resident_bytes=80, device_bytes=1634, by_process=True)
+    load = FullLoad(ready, 1.0, 10, 1.0, near_full=True, observed=seen)
+    rows = {row.name: row for row in card_rows(demand, beside, load)}
+    assert (
+        rows["driver, pool, fragmentation"].predicted_bytes,
+        rows["driver, pool, fragmentation"].observed_bytes,
+    ) == (
+        360,
+        400,
+    )
+    assert rows["all on the card"].difference_bytes == 1634 - 1595
+    assert rows["compute buffer"].difference_bytes == -1 and rows["state"].difference_bytes == 0
+    assert rows["the whole process"].difference_bytes == 4
+    assert "of the process" in (rows["all on the card"].observed_by or "")
+    silent = {row.name: row for row in card_rows(demand, beside, replace_load(load, observed=Observed()))}
+    assert silent["all on the card"].observed_by == "the driver does not tell it"
+    assert silent["all on the card"].difference_bytes is None
 
 
 def test_rates_are_measured_or_not_claimed(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _FIRST_TOKENS = (16, 256)
 _MOST_PROMPT_TOKENS = 150_000  # a frame holds no more
 _PLAIN_TOKEN = 1000
 _POLL_S = 0.05
+_LAG_S = 1.5
+"""How late a driver's figures may be."""
 _STOP_S = 10.0
 _GONE_S = 30.0
 _ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -53,7 +55,9 @@ class Observed:
     reserved_bytes: int | None = None
     """VmData: its own memory, counted when it is reserved."""
     device_bytes: int | None = None
-    """By how much the device's use rose."""
+    """What the driver says that the process holds there; where it does not tell, by how much the device's use rose."""
+    by_process: bool = False
+    """Whether the driver told the process's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class _Load:
                 life.ready()
                 load_s = time.monotonic() - started
                 tokens, took_s, near_full = await self._read_prompts(ready)
-                await asyncio.sleep(2 * _POLL_S)  # one more look at what it holds now
+                await asyncio.sleep(2 * _POLL_S if self._seen_at_once else _LAG_S)  # a last look at what it holds
             finally:
                 watching.cancel()
                 release()
@@ -197,16 +201,27 @@ class _Load:
             seen.resident_bytes = _most(seen.resident_bytes, memory.peak_resident_bytes(pid))
             seen.anonymous_bytes = _most(seen.anonymous_bytes, memory.anonymous_bytes(pid))
             seen.reserved_bytes = _most(seen.reserved_bytes, memory.data_bytes(pid))
-            used, before = self._device_used(), self._used_before
-            if used is not None and before is not None:
-                seen.device_bytes = _most(seen.device_bytes, used - before)
+            self._look_at_device(pid)
             await asyncio.sleep(_POLL_S)
+
+    @property
+    def _seen_at_once(self) -> bool:
+        return self._device is None or self._device.emulated
+
+    def _look_at_device(self, pid: int) -> None:
+        seen, device = self._observed, self._device
+        if device is None or self._seen_at_once:
+            return
+        held = device.held_by(pid)
+        if held is not None and not seen.by_process:
+            seen.by_process, seen.device_bytes = True, None  # its own figure is better than a rise that others share
+        used, before = self._device_used(), self._used_before
+        risen = None if used is None or before is None else used - before
+        seen.device_bytes = _most(seen.device_bytes, held if seen.by_process else risen)
 
     def _device_used(self) -> int | None:
         """Of a card, as its driver says; an emulated one counts the worker's own memory, which is seen anyway."""
-        if self._device is None or self._device.emulated:
-            return None
-        return self._device.read().used_bytes
+        return None if self._device is None or self._seen_at_once else self._device.read().used_bytes
 
 
 def _most(before: int | None, now: int | None) -> int | None:

@@ -141,7 +141,11 @@ def _checked(planner: Planner, plan: Plan, start: StartModel, demand: Demand, be
         threads = plan.sizing.model.threads or default_threads()
         start = replace(start, libraries=str(planner.libraries()), threads=threads)
         device = None if cpu else _open(planner, plan)
-        one.load = load_fully(start, device)
+        try:
+            one.load = load_fully(start, device)
+        finally:
+            if device is not None:
+                device.stop()
     except RelevoError as error:
         one.failed = error.message
         return one
@@ -189,18 +193,14 @@ def card_rows(demand: Demand, beside: Demand, load: FullLoad) -> list[Row]:
     buffers = sum(part or 0 for part in reported)
     beyond = None if seen.device_bytes is None else seen.device_bytes - buffers
     learned = sum(part or 0 for part in (demand.context_bytes, demand.pool_bytes, demand.fragmentation_bytes))
-    silent = "the driver does not tell it" if seen.device_bytes is None else None
+    witness = "driver, of the process" if seen.by_process else "driver, rise of use"
+    if seen.device_bytes is None:
+        witness = "the driver does not tell it"
     host_compute = Row("compute on the host", beside.compute_bytes, ready.host_compute_bytes)
     return [
         *_engine_rows(demand, load),
-        Row("driver, pool, fragmentation", learned, None, beyond, silent or "driver, less the engine's buffers"),
-        Row(
-            "all on the card",
-            demand.known_bytes - _margin(demand),
-            None,
-            seen.device_bytes,
-            silent or "driver, rise of use",
-        ),
+        Row("driver, pool, fragmentation", learned, None, beyond, witness),
+        Row("all on the card", demand.known_bytes - _margin(demand), None, seen.device_bytes, witness),
         *([host_compute] if ready.host_compute_bytes is not None else []),
         Row("the whole process", beside.known_bytes - _margin(beside), None, seen.resident_bytes, "kernel, VmHWM"),
     ]

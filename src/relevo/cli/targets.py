@@ -233,8 +233,6 @@ def _card(name: str, described: DeviceConfig, config: Config, paths: Paths) -> T
             told = {"description": device.description, "device_kind": str(device.kind)}
             return _read(name, kind, device.engine_device, device.read(), **told, **limits)
         finally:
-            stop = getattr(device, "stop", None)
-            if stop is not None:
-                stop()
+            device.stop()
     except RelevoError as error:
         return _read(name, kind, _CARDS.get(kind, "cpu"), None, reason=error.message, **limits)
