@@ -12,6 +12,9 @@ from relevo.cli import main
 from relevo.config import load_config
 from relevo.setup import demo
 
+from .api_house import open_house
+from .fakes.journal_kit import open_journal
+
 pytestmark = pytest.mark.usefixtures("own_place")
 
 
@@ -44,6 +47,28 @@ def test_a_plan_without_a_yes_changes_nothing(own_place: Path, capsys: pytest.Ca
     assert "--yes" in refused(own_place, capsys, str(demo.find()))
     assert "9000" in refused(own_place, capsys, str(demo.find()), "--yes", "--context", "9000")
     assert "0" in refused(own_place, capsys, str(demo.find()), "--yes", "--slots", "0")
+
+
+def test_what_a_running_demo_stands_in_with_is_not_written_as_a_device(
+    own_place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = {
+        "name": "gpu0",
+        "kind": "emulated",
+        "emulated": True,
+        "total_bytes": 1 << 30,
+        "available_bytes": 1 << 29,
+    }
+    journal = open_journal(own_place / "state")
+    try:
+        with open_house() as house:
+            status = {**house.service.status(), "devices": [stand_in]}
+            monkeypatch.setattr(house.service, "status", lambda: status)
+            journal.announce(house.base)
+            assert main(["models", "add", str(demo.find())]) == 1
+    finally:
+        journal.close_blocking()
+    assert "served on the CPU only" in capsys.readouterr().out
 
 
 def test_a_model_is_tried_and_then_written_with_comments_kept(

@@ -161,7 +161,7 @@ def test_what_has_no_closed_form_is_asked_of_the_engine(tmp_path: Path, capsys: 
 
 
 def test_a_running_service_tells_what_is_free(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_place: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = {
         "name": "gpu0", "kind": "nvidia", "emulated": False, "total_bytes": 8 * GIB, "available_bytes": 700 * MIB,
@@ -176,6 +176,9 @@ def test_a_running_service_tells_what_is_free(
         assert found["fits"][0]["verdict"] in ("offload", "redirect") and "other/gpu" in json.dumps(found["fits"])
         unknown = next(row for row in found["fits"] if row["device"] == "gpu1")
         assert unknown["available_reason"] == "No driver." and unknown["max_context_tokens"] is None
+        (own_place / "relevo.toml").write_text(f'[devices.gpu9]\nkind = "emulated"\ntotal_bytes = {GIB}\n')
+        served = plan(capsys, demo_model, "--url", house.base, "--no-dry-run", "--device", "gpu9")
+        assert served["fits"][0]["device"] == "gpu9", "a device that no model is served on is read here"
         assert main(["plan", str(demo_model), "--url", house.base]) == 0
         assert "the running service's figures" in capsys.readouterr().out
 

@@ -97,7 +97,7 @@ def add(
     made = planner.plan(
         str(path.expanduser().absolute()),
         {"context_tokens": context, "slots": slots},
-        device=None if len(planner.targets) > 1 else "cpu",
+        device=_device_for(planner.config),
     )
     if not json:
         _print_plan(chosen, made)
@@ -118,6 +118,14 @@ def add(
     say(f"Written to {config}" + (f"; the file before is {kept}." if kept else "."))
     say("Start it with `relevo serve`; a Relevo that runs already takes it up at its next start.")
     return 0
+
+
+def _device_for(config: Config) -> str:
+    """A described device, else the card that is here, else none; never a running demo's stand-in."""
+    from relevo.cli.targets import described_devices
+
+    names = [name for name, _ in described_devices(config)]
+    return "gpu0" if "gpu0" in names else names[0] if names else "cpu"
 
 
 def write_model(document: TOMLDocument, name: str, model: ModelConfig, config: Config) -> None:

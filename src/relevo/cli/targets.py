@@ -82,11 +82,26 @@ def imagined(kind: str, total_bytes: int | None) -> Target:
 def targets_now(config: Config, place: ServicePlace) -> list[Target]:
     """The host and every device, by the running service where one runs, else read now. Never raises for a device."""
     found = _of_service(place)
-    if found is None:
-        found = [_described(name, described, config, place.paths()) for name, described in _all(config)]
-    if not any(target.is_host for target in found):
+    known = {target.name for target in found}
+    found += [
+        _described(name, device, config, place.paths())
+        for name, device in described_devices(config)
+        if name not in known
+    ]
+    if HOST not in known:
         found.insert(0, _host(config))
     return found
+
+
+def described_devices(config: Config) -> list[tuple[str, DeviceConfig]]:
+    """The devices of the configuration; without any, a graphics card where there is one."""
+    if config.devices:
+        return sorted(config.devices.items())
+    from relevo.config import DeviceConfig
+    from relevo.setup.machine import look_at_machine
+
+    machine = look_at_machine()
+    return [("gpu0", DeviceConfig(kind="auto"))] if machine.cards or machine.nvidia_driver is not None else []
 
 
 def choose_target(targets: list[Target], wanted: str | None, preferred: str | None, memory_bytes: int | None) -> Target:
@@ -136,26 +151,26 @@ def _read(name: str, kind: str, engine_device: str, reading: Reading | None, **m
 # ------------------------------------------------------------------ the service's
 
 
-def _of_service(place: ServicePlace) -> list[Target] | None:
-    """Its devices; None where none runs."""
+def _of_service(place: ServicePlace) -> list[Target]:
+    """Its devices; none where none runs."""
     import os
 
     from relevo.cli.running import URL_VARIABLE, ServiceDown, running
 
     named = place.url or os.environ.get(URL_VARIABLE)
     if not named and not place.paths().state.is_dir():
-        return None
+        return []
     from relevo.journal.folder import read_holder
 
     if not named and read_holder(place.paths().state) is None:
-        return None
+        return []
     try:
         with running(place) as service:
             found = service.get("/relevo/v1/status")
     except ServiceDown:
         if named:
             raise
-        return None
+        return []
     return [_of_status(device) for device in found.get("devices") or []]
 
 
@@ -179,17 +194,6 @@ def _of_status(device: dict[str, Any]) -> Target:
 
 
 # ---------------------------------------------------------------- read here and now
-
-
-def _all(config: Config) -> list[tuple[str, DeviceConfig]]:
-    """The described devices; without any, a graphics card where there is one."""
-    if config.devices:
-        return sorted(config.devices.items())
-    from relevo.config import DeviceConfig
-    from relevo.setup.machine import look_at_machine
-
-    machine = look_at_machine()
-    return [("gpu0", DeviceConfig(kind="auto"))] if machine.cards or machine.nvidia_driver is not None else []
 
 
 def _host(config: Config) -> Target:
