@@ -174,6 +174,9 @@ def test_a_running_service_tells_what_is_free(
         found = plan(capsys, demo_model, "--url", house.base, "--no-dry-run")
         assert [(row["device"], row["available_bytes"]) for row in found["fits"]][:1] == [("gpu0", 700 * MIB)]
         assert found["fits"][0]["verdict"] in ("offload", "redirect") and "other/gpu" in json.dumps(found["fits"])
+        status["devices"] = [{**device, "available_bytes": 6 * GIB, "pressure_stage": "critical"}, dark]
+        pressed = plan(capsys, demo_model, "--url", house.base, "--no-dry-run")["fits"][0]
+        assert (pressed["verdict"], pressed["pressure"]) == ("redirect", "critical")
         unknown = next(row for row in found["fits"] if row["device"] == "gpu1")
         assert unknown["available_reason"] == "No driver." and unknown["max_context_tokens"] is None
         (own_place / "relevo.toml").write_text(f'[devices.gpu9]\nkind = "emulated"\ntotal_bytes = {GIB}\n')

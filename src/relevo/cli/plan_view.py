@@ -119,6 +119,8 @@ def _fits_view(row: Fits) -> dict[str, Any]:
         "available_reason": target.reason,
         "total_bytes": target.total_bytes,
         "headroom_bytes": target.headroom_bytes,
+        "largest_block_bytes": target.largest_block_bytes,
+        "pressure": target.pressure,
         "read_from": target.source,
         "holders": [{"holder": held.holder, "bytes": held.bytes_} for held in target.holders],
         "max_context_tokens": row.max_context_tokens,

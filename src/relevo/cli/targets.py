@@ -47,6 +47,9 @@ class Target:
     here: bool = True
     """Whether it is a device of this machine; else the figures are what was asked about."""
     holders: tuple[Holder, ...] = ()
+    largest_block_bytes: int | None = None
+    pressure: str = "calm"
+    """As the service judges it: calm, tight, critical or unknown."""
 
     @property
     def emulated(self) -> bool:
@@ -66,6 +69,8 @@ class Target:
             reason=self.reason,
             total_bytes=self.total_bytes,
             holders=self.holders,
+            largest_block_bytes=self.largest_block_bytes,
+            pressure=self.pressure,
         )
 
 
@@ -189,6 +194,8 @@ def _of_status(device: dict[str, Any]) -> Target:
         description=str(device.get("description") or ""),
         device_kind=str(device.get("kind")),
         source="the running service's figures",
+        largest_block_bytes=device.get("largest_block_bytes"),
+        pressure=str(device.get("pressure_stage") or "calm"),
         holders=tuple(Holder(holder=str(held.get("holder")), bytes_=int(held.get("bytes") or 0)) for held in leases),
     )
 
