@@ -647,6 +647,31 @@ def _nemotron_h() -> Family:
     return draft.family("Nemotron-H-8B")
 
 
+_NEMOTRON_3 = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+
+def _nemotron_3() -> Family:
+    """Nemotron-3-Nano-30B with a layer that predicts ahead: the engine keeps a cache for it, used or not."""
+    e, ff, experts, layers = 2688, 1856, 128, len(_NEMOTRON_3) + 1
+    full = [at for at, kind in enumerate(_NEMOTRON_3) if kind == "*"]
+    feed = [at for at, kind in enumerate(_NEMOTRON_3) if kind == "E"]
+    draft = Draft("nemotron_h_moe", layers, e, 131072, feed_forward_length=_per_layer(layers, ff, feed))
+    draft.keys |= {"attention.head_count": 32, "attention.head_count_kv": _per_layer(layers, 2, [*full, layers - 1])}
+    draft.keys |= {"attention.key_length": 128, "attention.value_length": 128, "rope.dimension_count": 128}
+    draft.keys |= {"ssm.conv_kernel": 4, "ssm.inner_size": 4096, "ssm.state_size": 128, "ssm.group_count": 8}
+    draft.keys |= {"ssm.time_step_rank": 64, "attention.layer_norm_epsilon": 1e-5, "expert_count": experts}
+    draft.keys |= {"expert_used_count": 6, "expert_feed_forward_length": ff, "expert_gating_func": 2}
+    draft.keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": 2 * ff, "nextn_predict_layers": 1}
+    state = _mamba2(e, inner=4096, state=128, groups=8, heads=64) | {"attn_norm.weight": (e,)}
+    forward = _experts(e, ff, experts, 2 * ff, norm=False, gate=False) | {"exp_probs_b.bias": (experts,)}
+    own = attention(e, 4096, 256)
+    for at, kind in enumerate(_NEMOTRON_3):
+        draft.layer(at, {"M": state, "*": own, "E": forward | {"attn_norm.weight": (e,)}}[kind])
+    ahead = _next_token(e) | {"nextn.shared_head_norm.weight": (e,), "post_attention_norm.weight": (e,)}
+    draft.layer(layers - 1, own, forward, ahead)
+    return draft.family("Nemotron-3-Nano-ahead")
+
+
 def _lfm2() -> Family:
     """LFM2-1.2B: six layers of sixteen attend, the others are short convolutions."""
     e, ff, full = 2048, 8192, (2, 5, 8, 10, 12, 14)
@@ -752,6 +777,7 @@ FAMILIES: tuple[Family, ...] = (
     _falcon_h1(),
     _granite_h(),
     _nemotron_h(),
+    _nemotron_3(),
     _lfm2(),
     _openelm(),
     _decilm(),

@@ -35,6 +35,8 @@ LATENT = {
     "attention.value_length_mla": 64,
 }
 MIXED = {"attention.head_count_kv": [2 if at % 3 == 1 else 0 for at in range(LAYERS)]}
+AHEAD = {"nextn_predict_layers": 1}
+MIXED_AHEAD = {"attention.head_count_kv": [*MIXED["attention.head_count_kv"][:-1], 2]}
 LATENT_MIXED = LATENT | {"attention.head_count_kv": [1 if at % 3 == 1 else 0 for at in range(LAYERS)]}
 GATED = {"expert_gating_func": 2}
 ALL_HEADS = {"attention.head_count_kv": 8}
@@ -84,6 +86,7 @@ DRAWN = {
 
 ASKED = [(name, "as it is") for name in sorted(ARCHITECTURES - DRAWN.keys())]
 ASKED += [(name, wish) for name in sorted(WINDOWS) for wish in ("without a window", "each layer flagged")]
+ASKED += [(name, "a layer ahead") for name in ("glm4", "exaone4", "jamba", "lfm2", "lfm2moe", "plamo2")]
 ASKED.remove(("afmoe", "without a window"))  # the engine itself falls over it
 
 
@@ -92,6 +95,8 @@ def grown(libraries: Path, architecture: str, wish: str) -> Grown:
     keys = NEEDS.get(architecture, {})
     if wish != "without a window":
         keys = WINDOW | keys
+    if wish == "a layer ahead":
+        keys = keys | AHEAD | (MIXED_AHEAD if "attention.head_count_kv" in keys else {})
     if wish == "each layer flagged":
         keys = keys | FLAGS
     found = grow(libraries, architecture, keys, HOLDS.get(architecture))

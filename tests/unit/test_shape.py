@@ -122,6 +122,15 @@ def test_layers_that_predict_ahead_keep_nothing_and_stay_in_the_file(tmp_path: P
     assert found.predicts_ahead
 
 
+def test_a_mixture_keeps_a_cache_for_a_layer_that_predicts_ahead_unless_feed_forward_fills_it(tmp_path: Path) -> None:
+    keys = {"attention__head_count_kv": [0, 2, 2], "nextn_predict_layers": 1}
+    layers = (STATE, ATTENTION, ATTENTION)
+    for width, expected in ((0, [False, True, True]), ([0, 0, 64], [False, True, False])):
+        found = shape(tmp_path, "nemotron_h", layers, feed_forward_length=width, **keys)
+        assert [layer.holds_kv for layer in found.layers] == expected
+    assert shape(tmp_path, "jamba", layers, feed_forward_length=64, **keys).layers[2].holds_kv
+
+
 # ---------------------------------------------------------------------- compressed
 
 
@@ -277,7 +286,6 @@ def test_a_key_of_attention_that_the_engine_has_not_is_not_passed_over(tmp_path:
         ("deepseek2", ((*ATTENTION, "attn_k_b"),), {}, "whether attention is compressed"),
         ("qwen3next", (STATE, ATTENTION), {"attention__recurrent_layers": [False, True]}, "which layers are recurrent"),
         ("qwen3next", (ATTENTION, STATE), {}, "which layers are recurrent"),
-        ("jamba", (STATE, ATTENTION), {"nextn_predict_layers": 1}, "predict ahead"),
         ("glm4moe", (ATTENTION,), {"nextn_predict_layers": 1}, "nothing but layers that predict ahead"),
         ("llama", (ATTENTION,), {"attention__indexer__key_length": 128}, "indexer beside"),
         (
@@ -297,5 +305,5 @@ def test_what_cannot_be_so_or_is_only_a_part_makes_nothing_known(
 def test_every_rule_is_of_an_architecture_that_was_read() -> None:
     named = {*rules.WINDOWS, *rules.LAYERS_WITH_CACHE, *rules.READS_SHARED_LAYERS, *rules.IGNORES_GROUPS}
     named |= {*rules.LINEAR_ATTENTION_PERIOD, *rules.READS_KEY_LENGTH_AGAIN, *rules.HAS_NO_HEAD}
-    named |= {*rules.LOADED_OF_LAYERS_AHEAD, *rules.READS_TIED_TABLE_TWICE}
+    named |= {*rules.LOADED_OF_LAYERS_AHEAD, *rules.READS_TIED_TABLE_TWICE, *rules.ATTENDS_WITHOUT_FEED_FORWARD}
     assert named <= rules.ARCHITECTURES

@@ -75,6 +75,9 @@ IGNORES_GROUPS = frozenset({"mamba", "jamba"})
 LINEAR_ATTENTION_PERIOD = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4}
 """Every n-th layer keeps keys and values, the others a state, unless the file tells another period or each layer."""
 
+ATTENDS_WITHOUT_FEED_FORWARD = frozenset({"nemotron_h", "nemotron_h_moe"})
+"""A layer of these attends only where the file states no feed-forward width for it."""
+
 READS_TIED_TABLE_TWICE = frozenset({"gemma3n", "gemma4"})
 """Ask for the head before the table that it is, and get two of it where the file is not mapped."""
 

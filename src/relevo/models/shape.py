@@ -117,6 +117,7 @@ def shape_of(header: GgufHeader) -> ModelShape:
         or header.of_model("pooling_type") is not None
         or header.architecture in rules.KEEPS_NOTHING,
         graph=None if isinstance(form, str) else form,
+        tensor_count=len(header.tensors),
         head_bytes=sum(tensor.size_bytes for tensor in header.tensors if tensor.name == "output.weight")
         or (0 if table.embedding is None else table.embedding.size_bytes),
         unknown=unknown,
@@ -176,10 +177,11 @@ def _layers(
     kv_heads = _per_layer(header, "attention.head_count_kv", count, heads)
     feed_forward = _per_layer(header, "feed_forward_length", count, 0)
     full, window = _head_lengths(header, heads[0])
-    cached = rules.LAYERS_WITH_CACHE.get(header.architecture, count)
-    if header.architecture in rules.READS_SHARED_LAYERS:
-        cached -= min(cached, _optional(header, "attention.shared_kv_layers", 0))
     recurrent = _recurrent_layers(header, table, trunk)
+    attending = [
+        width > 0 and not (_attends_or_feeds(header) and feed_forward[at]) for at, width in enumerate(kv_heads)
+    ]
+    holds_kv = _caches(header, table, recurrent, attending, trunk)
     conv, mixer = state_widths(header, heads[0], full[0])
     indexer = _optional(header, "attention.indexer.key_length", 0)
     kept = rules.LOADED_OF_LAYERS_AHEAD.get(header.architecture, ())
@@ -187,9 +189,6 @@ def _layers(
     for at, found in enumerate(table.layers):
         in_trunk = at < trunk
         key, value = window if slides[at] else full
-        attends = not any(recurrent) or (
-            kv_heads[at] > 0 and found.has(_ATTENTION) and not (recurrent[at] and _linear(header))
-        )
         layers.append(
             LayerShape(
                 # Layers that predict ahead are left in the file: the engine loads them for a draft's context only.
@@ -201,7 +200,7 @@ def _layers(
                 key_length=key,
                 value_length=0 if latent else value,
                 feed_forward=feed_forward[at],
-                holds_kv=in_trunk and attends and at < cached and header.architecture not in rules.KEEPS_NOTHING,
+                holds_kv=holds_kv[at],
                 slides=slides[at],
                 indexer_key_length=indexer if in_trunk and found.has(_INDEXER) else 0,
                 conv_state=conv if recurrent[at] else 0,
@@ -210,6 +209,31 @@ def _layers(
             )
         )
     return tuple(layers)
+
+
+def _caches(
+    header: GgufHeader, table: _Table, recurrent: tuple[bool, ...], attending: list[bool], trunk: int
+) -> tuple[bool, ...]:
+    """Which layers have a cache of their own.
+
+    All of a plain model, even one whose attention is gone; of a mixture those that attend, and there the engine asks
+    no more of a layer that predicts ahead, while everywhere else such a layer has none.
+    """
+    count = len(table.layers)
+    if header.architecture in rules.KEEPS_NOTHING:
+        return (False,) * count
+    cached = rules.LAYERS_WITH_CACHE.get(header.architecture, count)
+    if header.architecture in rules.READS_SHARED_LAYERS:
+        cached -= min(cached, _optional(header, "attention.shared_kv_layers", 0))
+    if not any(recurrent):
+        return tuple(at < min(trunk, cached) for at in range(count))
+    if _linear(header):
+        return tuple(attending[at] and not recurrent[at] and at < trunk for at in range(count))
+    return tuple(attending[at] and (at >= trunk or table.layers[at].has(_ATTENTION)) for at in range(count))
+
+
+def _attends_or_feeds(header: GgufHeader) -> bool:
+    return header.architecture in rules.ATTENDS_WITHOUT_FEED_FORWARD
 
 
 def _keeps_states(table: _Table) -> bool:
@@ -297,8 +321,6 @@ def _why_unknown(header: GgufHeader, table: _Table, trunk: int) -> str | None:
     compressed = _optional(header, "attention.key_length_mla", 0) > 0
     if compressed != any(layer.has(("attn_k_b.",)) for layer in table.layers):
         return "Its keys and its tensors do not agree whether attention is compressed."
-    if trunk < len(table.layers) and _keeps_states(table) and not _linear(header):
-        return "It has recurrent layers and layers that predict ahead."
     recurrent = _recurrent_layers(header, table, trunk)
     if _keeps_states(table) and any(layer.has(_STATE) != recurrent[at] for at, layer in enumerate(table.layers)):
         return "Its keys and its tensors do not agree which layers are recurrent."
