@@ -565,6 +565,64 @@ QWEN25_VL_7B = Blueprint(
     more={"rope.dimension_sections": (16, 24, 24, 0)},
 )
 
+GLM_4_9B = Blueprint(
+    "GLM-4-9B-0414",
+    "glm4",
+    40,
+    4096,
+    13696,
+    32,
+    2,
+    151552,
+    head=128,
+    context=32768,
+    weights="q8_0",
+    without=(*_TWO_MATRICES, "ffn_up.weight"),
+    with_=(
+        ("ffn_up.weight", (4096, 27392)),
+        ("attn_q.bias", (4096,)),
+        ("attn_k.bias", (256,)),
+        ("attn_v.bias", (256,)),
+        *_post_norms(4096),
+    ),
+    more={"rope.dimension_count": 64},
+)
+GRANITE_31_MOE_1B = Blueprint(
+    "Granite-3.1-1B-A400M",
+    "granitemoe",
+    24,
+    1024,
+    512,
+    16,
+    8,
+    49155,
+    tied=True,
+    without=_DENSE,
+    with_=_experts(1024, 512, 32),
+    more={
+        "expert_count": 32,
+        "expert_used_count": 8,
+        "logit_scale": 6.0,
+        "residual_scale": 0.22,
+        "embedding_scale": 12.0,
+        "attention.scale": 0.015625,
+    },
+)
+ORION_14B = Blueprint(
+    "Orion-14B",
+    "orion",
+    40,
+    5120,
+    15360,
+    40,
+    40,
+    84608,
+    context=4096,
+    layer_norm=True,
+    with_=_norm_biases(5120),
+    outside=((_NORM_BIAS, (5120,)),),
+)
+
 BLUEPRINTS = tuple(thing for thing in list(globals().values()) if isinstance(thing, Blueprint))
 _FIRST_OF_MORE = BLUEPRINTS.index(GEMMA_2B)
 FAMILIES = tuple(blueprint.family() for blueprint in BLUEPRINTS[:_FIRST_OF_MORE])

@@ -124,9 +124,15 @@ def test_weights_on_the_host_are_copied_for_a_step_of_many_rows() -> None:
         (files.LLAMA_32_1B, GraphForm(rope_factors=True)),
         (files.QWEN25_05B, GraphForm(qkv_bias=True)),
         (files.QWEN3_4B, GraphForm(qk_norms=True)),
-        (files.GEMMA_3_12B, GraphForm(qk_norms=True, post_norms=True, windowed=True)),
+        (
+            files.GEMMA_3_12B,
+            GraphForm(qk_norms=True, post_norms=True, windowed=True, still_steps_a_layer=1, still_steps=1),
+        ),
         (files.COMMAND_R_35B, GraphForm(layer_norm=True, residual=Residual.SHARED_NORM)),
-        (files.PHI_4, GraphForm(fused_qkv=True, feed_forward=FeedForward.FUSED, input_first=True)),
+        (
+            files.PHI_4,
+            GraphForm(fused_qkv=True, feed_forward=FeedForward.FUSED, input_first=True, still_steps_a_layer=1),
+        ),
         (files.MIXTRAL_8X7B, GraphForm(feed_forward=FeedForward.EXPERTS, normed_weights=True)),
         (
             files.PYTHIA_69B,
@@ -222,6 +228,23 @@ def test_a_model_without_attention_is_said_to_be_unknown(tmp_path: Path) -> None
     shape = shape_from(shorter(files.LLAMA_2_7B, 2), tmp_path)
     headless = tuple(msgspec.structs.replace(layer, heads=0) for layer in shape.layers)
     assert "without attention" in str(compute_bytes(msgspec.structs.replace(shape, layers=headless), on_device()))
+
+
+@pytest.mark.parametrize(
+    ("blueprint", "fine", "fatal"),
+    [
+        (files.PHI_4, on_cpu(sequences=3, kv_type="q8_0"), on_cpu(sequences=3, kv_type="q8_0", shared_cells=False)),
+        (files.GRANITE_31_MOE_1B, on_cpu(), on_cpu(kv_type="q8_0")),
+    ],
+    ids=["a stream a slot", "experts"],
+)
+def test_a_graph_that_the_engine_has_no_room_for_is_said_to_end_it(
+    blueprint: Blueprint, fine: LoadOptions, fatal: LoadOptions, tmp_path: Path
+) -> None:
+    """It sizes its table by the file's tensors, and a few tensors can make a large graph."""
+    shape = shape_from(blueprint.family(), tmp_path)
+    assert isinstance(host_compute_bytes(shape, fine), int)
+    assert "The engine would abort" in str(host_compute_bytes(shape, fatal))
 
 
 # --------------------------------------------------------------- figures

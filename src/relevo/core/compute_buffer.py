@@ -14,7 +14,7 @@ from math import lcm
 
 import msgspec
 
-from relevo.core.decoder_graph import LayerGraph, StepGraph, decoder_graph
+from relevo.core.decoder_graph import LayerGraph, StepGraph, decoder_graph, tensors_of
 from relevo.core.graph import Place
 from relevo.core.graph_form import FeedForward, Turned
 from relevo.core.graph_memory import graph_bytes
@@ -26,6 +26,8 @@ from relevo.core.shape import ModelShape
 
 ROTATION_STEP = 64
 """Keys and values of a quantized cache are rotated where their heads are a multiple of this wide."""
+_GRAPH_LEAST = 1024
+_TABLE_SIZES = (1031, 2053, 4099, 8209, 16411, 32771, 65537, 131101)
 _LONGEST_PERIOD = 8
 _BLOCKS_COME_BACK = 6
 _NOT_MEASURED = "The compute buffer of this model has no closed form: nothing is known of its graph."
@@ -80,12 +82,29 @@ def _buffers(shape: ModelShape, options: LoadOptions) -> tuple[int, int] | str:
     why = _uneven(shape)
     if why is not None:
         return f"The compute buffer of this model has no closed form: {why}."
-    return _laid_out(_step(shape, options, shape.graph.windowed))
+    device, host, tensors = _laid_out(_step(shape, options, shape.graph.windowed), shape.layer_count)
+    room = _graph_room(shape.tensor_count)
+    if shape.tensor_count and tensors > room:
+        return f"The engine would abort: its graph has {tensors} tensors with these options, and room for {room}."
+    return device, host
 
 
 @lru_cache(maxsize=4096)
-def _laid_out(step: StepGraph) -> tuple[int, int]:
-    return graph_bytes(decoder_graph(step), step.on_device)
+def _laid_out(step: StepGraph, layers: int) -> tuple[int, int, int]:
+    """(device, host, tensors of the graph with all layers)."""
+    graph = decoder_graph(step)
+    tensors = tensors_of(step, graph, layers)
+    return *graph_bytes(graph, step.on_device), tensors
+
+
+def _graph_room(tensors: int) -> int:
+    """Tensors that the engine's table of a graph holds: the prime after a power of two that it makes of the file's.
+
+    Sources: graph_max_nodes in llama-context.cpp and ggml_hash_size in ggml.c. One more than it can find room for ends
+    the process (ggml_hash_find_or_insert).
+    """
+    wanted = max(_GRAPH_LEAST, 8 * (tensors + 1))  # one more where a tied table is counted as the head too
+    return next((prime for prime in _TABLE_SIZES if prime >= wanted), wanted)
 
 
 def _uneven(shape: ModelShape) -> str | None:

@@ -128,6 +128,20 @@ def decoder_graph(step: StepGraph) -> Graph:
     return graph
 
 
+def tensors_of(step: StepGraph, graph: Graph, layers: int) -> int:
+    """How many tensors the engine's graph has with so many layers, of which this graph may show fewer.
+
+    Beside the drawn ones: steps that change no size, and two views more a layer where each slot has a stream.
+    """
+    form, shown = step.form, len(step.layers)
+    hidden = 0
+    if layers > shown > 1:
+        one_less = msgspec.structs.replace(step, layers=step.layers[: shown - 1])
+        hidden = (layers - shown) * (graph.count - decoder_graph(one_less).count)
+    views = 2 if step.streams > 1 else 0
+    return graph.count + hidden + layers * (form.still_steps_a_layer + views) + form.still_steps
+
+
 def _rows_of(source: Tensor, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
     tensor = computed(shape, source, chosen)
     tensor.rows = 0

@@ -84,6 +84,11 @@ class Graph:
         self.leaves: list[Tensor] = []
         self._seen: set[int] = set()
 
+    @property
+    def count(self) -> int:
+        """Tensors in it, computed or not."""
+        return len(self.nodes) + len(self.leaves)
+
     def expand(self, tensor: Tensor) -> Tensor:
         """Add a tensor and all it needs; returns it."""
         if id(tensor) not in self._seen:

@@ -66,6 +66,10 @@ class GraphForm(msgspec.Struct, frozen=True, kw_only=True):
     attention_first: bool = False
     """Of parts that work side by side the attention is summed with the other before the input is."""
     turned: Turned = Turned.ALL
+    still_steps_a_layer: int = 0
+    """Steps of a layer that are computed in place and change no size: scales, an activation in two steps."""
+    still_steps: int = 0
+    """Such steps outside the layers."""
     positions: int = 1
     """Numbers that say where a token is: 1, or 4 where pictures have rows and columns."""
     head_bias: bool = False

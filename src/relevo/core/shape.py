@@ -88,6 +88,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Where the file is read and not mapped, the engine puts a tied table on the host twice."""
     graph: GraphForm | None = None
     """What its compute buffer follows from; None: no form describes its graph, and `unknown` may say why."""
+    tensor_count: int = 0
+    """Tensors of the file; 0: not known."""
     head_bytes: int = 0
     """The matrix that makes logits, its own or the embedding table."""
     unknown: dict[str, str] = {}

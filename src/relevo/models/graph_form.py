@@ -38,6 +38,8 @@ class _Graph(msgspec.Struct, frozen=True, kw_only=True):
     attention_first: bool = False
     pre_norms: bool = True
     wide_qk_norms: bool = False
+    still_steps: tuple[int, int] = (0, 0)
+    """Steps that change no size: in a layer, and outside the layers."""
     positions: int = 1
     turned: Turned = Turned.ALL
     turned_without_window: Turned = Turned.ALL
@@ -45,27 +47,30 @@ class _Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GRAPHS: dict[str, _Graph] = {
-    "arcee": _Graph(),
+    "arcee": _Graph(still_steps=(1, 0)),
     "cohere2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, turned=Turned.WINDOWED),
     "command-r": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM),
     "ernie4_5": _Graph(),
     "exaone": _Graph(),
     "exaone4": _Graph(pre_norms=False, turned=Turned.WINDOWED),
-    "gemma": _Graph(),
-    "gemma2": _Graph(),
-    "gemma3": _Graph(),
+    "gemma": _Graph(still_steps=(1, 1)),
+    "gemma2": _Graph(still_steps=(1, 4)),
+    "gemma3": _Graph(still_steps=(1, 1)),
+    "glm4": _Graph(fused_gate=True),
     "gpt-oss": _Graph(second_norm="post_attention_norm.weight", chosen_softmax=True, late_rows=True),
     "gptneox": _Graph(layer_norm=True, parallel_key=True),
-    "granite": _Graph(normed_weights=True),
+    "granite": _Graph(normed_weights=True, still_steps=(2, 2)),
+    "granitemoe": _Graph(normed_weights=True, still_steps=(2, 2)),
     "internlm2": _Graph(),
     "llama": _Graph(normed_weights=True),
-    "minicpm": _Graph(normed_weights=True),
+    "minicpm": _Graph(normed_weights=True, still_steps=(2, 2)),
     "mistral3": _Graph(normed_weights=True),
-    "nemotron": _Graph(layer_norm=True),
+    "nemotron": _Graph(layer_norm=True, still_steps=(1, 0)),
     "olmo2": _Graph(pre_norms=False, wide_qk_norms=True),
     "olmoe": _Graph(wide_qk_norms=True),
-    "phi2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, attention_first=True),
-    "phi3": _Graph(fused_gate=True, input_first=True),
+    "orion": _Graph(layer_norm=True),
+    "phi2": _Graph(layer_norm=True, without_second_norm=Residual.SHARED_NORM, attention_first=True, still_steps=(1, 0)),
+    "phi3": _Graph(fused_gate=True, input_first=True, still_steps=(1, 0)),
     "qwen2": _Graph(),
     "qwen2vl": _Graph(positions=4),
     "qwen3": _Graph(),
@@ -114,6 +119,8 @@ def graph_form(header: GgufHeader, *, windowed: bool) -> GraphForm | str:
             return why
     if header.of_model("attention.causal") is False:
         return "it is an embedding model"
+    if header.of_model("rope.dimension_sections") is not None and graph.positions == 1:
+        return "its positions are of several numbers"
     layers, outside = _names(header)
     first = layers.get(0, frozenset())
     for at, names in layers.items():
@@ -198,9 +205,16 @@ class _Reader:
             turned=graph.turned if windowed else graph.turned_without_window,
             head_bias="output.bias" in self._outside,
             rope_factors=bool(_ROPE_FACTORS & self._outside),
+            still_steps_a_layer=self._still_steps(),
+            still_steps=graph.still_steps[1],
             positions=graph.positions,
             sinks=self._all(("attn_sinks.weight",)),
         )
+
+    def _still_steps(self) -> int:
+        """Of a layer; two of them scale what is added to the input, in files that say by how much."""
+        steps = self._graph.still_steps[0]
+        return steps if steps < 2 or self._header.of_model("residual_scale") else 0
 
     def _post_norms(self) -> bool:
         names = ("post_attention_norm.weight", "post_ffw_norm.weight")
