@@ -38,7 +38,7 @@ REMEMBERED_FIRST_S: Final = 900.0
 REMEMBERED_MOST_S: Final = 86_400.0
 """How long a failed allocation raises what is held back: each further one of its key doubles the time, up to a day.
 
-A neighbour that was quicker, or a reading that lied, looks the same as memory in pieces. So it is believed, but not for ever.
+A neighbour that was quicker, or a reading that lied, looks like memory in pieces: it is believed, but not for ever.
 """
 KEPT_PER_KEY: Final = 128
 """Newest records of one key; enough to tell a 99th percentile from the largest."""

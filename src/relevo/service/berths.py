@@ -135,6 +135,8 @@ class Berth:
     """Its model's CPU route; None for that route itself."""
     whole: Berth | None = None
     """Of a hybrid route: the route that puts the whole model on the device."""
+    has_part: bool = False
+    """Whether such a hybrid route stands by for this one."""
     life: Life | None = None
     verdict: LoadVerdict | None = None
     """The ladder's last word on it."""

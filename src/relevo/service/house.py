@@ -249,7 +249,7 @@ class _Builder:
         whole = self._add_route(model, plan, held, forecast, scales)
         if config.offload and plan.route == "gpu":
             part = self._add_route(model, hybrid_plan(plan, emulated=held.emulated), held, forecast, scales)
-            part.whole, part.posture = whole, Posture.DORMANT
+            part.whole, part.posture, whole.has_part = whole, Posture.DORMANT, True
 
     def _add_route(
         self, model: ServedModel, plan: StartModel, held: HeldDevice, forecast: Forecast, scales: Scales

@@ -197,6 +197,7 @@ class Loads:
             allow=frozenset(config.reduce),
             least_context_tokens=min(config.least_context_tokens or 4096, berth.start.context_tokens),
             offload=berth.whole is not None,
+            redirect=not berth.has_part,  # where there is a hybrid route, that is where they go first
             from_storage=config.from_storage,
             priority=config.priority,
             most_context_tokens=shape.context_trained_tokens,
