@@ -24,7 +24,6 @@ path = "{find_demo_model()}"
 device = ""
 context_tokens = {CELLS}
 slots = 4
-batch_tokens = 256
 max_output_tokens = {LIMIT}
 threads = 1
 """
@@ -266,7 +265,6 @@ total_bytes = 1500000000
 path = "{find_demo_model()}"
 context_tokens = {CELLS}
 slots = 4
-batch_tokens = 256
 max_output_tokens = {LIMIT}
 threads = 1
 """

@@ -73,6 +73,14 @@ def test_ready_tells_what_was_loaded(fast):
     assert len(ready.probe_tokens) == 4
 
 
+def test_a_context_smaller_than_a_batch_serves(libraries, demo_model, ask):
+    with LlamaProcess(libraries, demo_model) as worker:
+        ready = worker.start(context_tokens=96, batch_tokens=512, slots=2)
+        assert isinstance(ready, Ready), ready
+        [result] = worker.run(submit(ask(QUESTIONS[5]), limit=8))
+        assert result.ended.outcome == "completed"
+
+
 def test_the_capital_of_france_is_paris(fast, ask):
     [result] = fast.run(submit(ask(QUESTIONS[0]), limit=40))
     assert "Paris" in result.only.text

@@ -18,6 +18,8 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+import msgspec
+
 from relevo.core.events import (
     Cancel,
     Extend,
@@ -75,6 +77,9 @@ class Worker:
 
     def _start(self, start: StartModel) -> None:
         began = time.monotonic()
+        # The engine makes no batch larger than its context, and a step with more rows than its batch would abort.
+        cells = start.context_tokens * (start.slots if start.profile == "strict" else 1)
+        start = msgspec.structs.replace(start, batch_tokens=min(start.batch_tokens, cells))
         native, model = load(start)
         engine = Engine(model, start.prefill_chunk_tokens, self._send)
         try:
