@@ -243,6 +243,7 @@ class Dispatcher:
             self.endings.complete(work)
         elif gives_way is not None:
             work.gave_way += 1
+            work.deadline = None  # it had started in time; that it has to wait again is our doing
             self.lose(work, route, gives_way, gave_way=True)
         elif frame.code == "invalid":
             self.endings.fail(work, EngineFailed(f"The engine refused the request: {frame.message}"))
