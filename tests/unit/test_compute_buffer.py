@@ -274,14 +274,14 @@ def test_a_layer_left_to_the_host_makes_the_devices_buffer_larger(tmp_path: Path
     assert compute_bytes(shape, few_rows) < whole  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *MORE_FAMILIES), ids=lambda one: one.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
 def test_more_is_never_less_where_one_place_holds_all_layers(family: Family, tmp_path: Path) -> None:
     """With layers on both sides it can be: a larger tensor may find a better hole."""
     shape = shape_from(family, tmp_path)
     for name, steps in (
-        ("context_tokens", (256, 2048, 8192, 12288, 32768)),
-        ("ubatch_tokens", (16, 128, 512, 1024)),
-        ("outputs", (1, 8, 128, 512)),
+        ("context_tokens", (256, 8192, 32768)),
+        ("ubatch_tokens", (16, 128, 512)),
+        ("outputs", (1, 8, 512)),
     ):
         for options in (on_device, on_cpu):
             figures = [host_compute_bytes(shape, options(**{name: step})) for step in steps]
@@ -310,7 +310,7 @@ def two_layers_of(name: str) -> ModelShape:
         return shape_from(shorter(BLUEPRINT_BY_NAME[name], 2), Path(folder))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(sorted(BLUEPRINT_BY_NAME)),
     layers=st.integers(1, 9),
