@@ -224,6 +224,14 @@ def test_experts_without_a_sensible_choice_are_said_to_be_unknown(used: int, tmp
     assert "how many of its experts" in str(compute_bytes(strange, on_device()))
 
 
+def test_nonsense_is_answered_at_once(tmp_path: Path) -> None:
+    shape = shape_from(shorter(files.MIXTRAL_8X7B, 2), tmp_path)
+    many = msgspec.structs.replace(shape, experts=2**32, experts_used=2**32)
+    deep = msgspec.structs.replace(shape, layers=shape.layers * 300)
+    assert "more layers or experts than the engine takes" in str(compute_bytes(many, on_device()))
+    assert "more layers or experts than the engine takes" in str(compute_bytes(deep, on_device()))
+
+
 def test_a_model_without_attention_is_said_to_be_unknown(tmp_path: Path) -> None:
     shape = shape_from(shorter(files.LLAMA_2_7B, 2), tmp_path)
     headless = tuple(msgspec.structs.replace(layer, heads=0) for layer in shape.layers)

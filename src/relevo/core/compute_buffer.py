@@ -26,6 +26,9 @@ from relevo.core.shape import ModelShape
 
 ROTATION_STEP = 64
 """Keys and values of a quantized cache are rotated where their heads are a multiple of this wide."""
+MAX_LAYERS = 512
+MAX_EXPERTS = 1024
+"""llama.cpp's own limits (llama-hparams.h)."""
 _GRAPH_LEAST = 1024
 _TABLE_SIZES = (1031, 2053, 4099, 8209, 16411, 32771, 65537, 131101)
 _LONGEST_PERIOD = 8
@@ -109,6 +112,8 @@ def _graph_room(tensors: int) -> int:
 
 def _uneven(shape: ModelShape) -> str | None:
     """Figures that do not go with any form, as the end of a sentence."""
+    if shape.layer_count > MAX_LAYERS or shape.experts > MAX_EXPERTS:
+        return "it has more layers or experts than the engine takes"
     first = shape.layers[0]
     widths = (first.heads, first.kv_heads, first.key_length, first.value_length, first.feed_forward)
     if not (first.heads and first.kv_heads and first.key_length and first.value_length):

@@ -1,9 +1,8 @@
 """Predicted memory of a model load, by named part, on the device and on the host.
 
-Weights and KV cache follow exactly from the file's header. The compute buffer has a closed form for ordinary dense
-transformers, fitted to llama.cpp's own reservation (within 0.1 MiB of 12 dense models on an accelerator, and of
-SmolLM2-135M on the CPU, llama.cpp v0.5.0). What no header tells (driver context, pools) is learned on the machine.
-A part that is not known is None, with its reason; then the total is not known either.
+Weights and KV cache follow exactly from the file's header, and so does the compute buffer of every graph that was
+measured (`compute_buffer`). What no header tells (driver context, pools) is learned on the machine. A part that is not
+known is None, with its reason; then the total is not known either.
 """
 
 from __future__ import annotations
