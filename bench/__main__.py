@@ -1,6 +1,6 @@
-"""`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER] [--trace FILE]`: measurements, as Markdown.
+"""`python -m bench [CASE ...] [--quick] [--json FILE] [--litellm FOLDER] [--trace FILE] [--node FOLDER]`: measurements.
 
-Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults decisions cells.
+Everything runs on loopback. Cases: engine latency gateway accepts journal pause faults decisions cells memory.
 None named: all.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.figures import Report, machine
 
-CASES = ("latency", "gateway", "accepts", "journal", "decisions", "cells", "faults", "engine", "pause")
+CASES = ("latency", "gateway", "accepts", "journal", "decisions", "cells", "memory", "faults", "engine", "pause")
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also append every measurement to this file, a JSON line each")
     parser.add_argument("--litellm", type=Path, help="a virtual environment with litellm[proxy], to measure it too")
     parser.add_argument("--trace", type=Path, action="append", help="request lengths for `cells`: an Azure LLM trace")
+    parser.add_argument("--node", type=Path, help="a folder with node-llama-cpp in its node_modules, for `memory`")
     arguments = parser.parse_args()
     report = Report(arguments.json)
     began = time.monotonic()
@@ -37,6 +38,8 @@ def main() -> None:
         more = {"litellm": arguments.litellm} if name in ("gateway", "faults") else {}
         if name == "cells":
             more = {"traces": arguments.trace or ()}
+        if name == "memory":
+            more = {"node": arguments.node}
         case.run(report, quick=arguments.quick, **more)
     report.say(f"\nAll of it took {time.monotonic() - began:.0f} s.")
 
