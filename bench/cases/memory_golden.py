@@ -70,6 +70,15 @@ class Case:
         """What the engine would allocate."""
         return sum(self.truth.values())
 
+    @property
+    def named(self) -> str:
+        """For people."""
+        s = self.start
+        flash = "flash attention" if s.flash_attention else "no flash attention"
+        where = "on a device" if self.place == "device" else "on the CPU"
+        load = f"{s.context_tokens:,} tokens, micro-batch {s.ubatch_tokens}, {s.slots} slots, {s.kv_type}, {flash}"
+        return f"{self.family} {where} ({load})"
+
     def error(self, who: str) -> float | None:
         """As a share of the truth; None: nothing was said."""
         said = self.said.get(who)
@@ -218,10 +227,10 @@ def _show(report: Report, cases: list[Case], peers: list[str]) -> None:
         f"Contexts of {_values(cases, 'context_tokens')} tokens, micro-batches of {_values(cases, 'ubatch_tokens')}, "
         f"{_values(cases, 'slots')} slots, KV f16 with and without flash attention and q8_0 with it, all combined, "
         "less what the engine refuses. Cells: median of the error's size; the worst error; how many loads are off by "
-        f"more than {WRONG:.0%}; *no answer*: said to be unknown, or failed. What estimators add for the driver is left "
-        "out. Groups: by what the file holds, the first that fits of embedding, hybrid, MLA, sliding window, mixture "
-        "of experts, dense; Relevo's tests hold its closed form to these very models, so others that they do not hold "
-        "(dense, sliding window, mixture of experts) stand apart.\n"
+        f"more than {WRONG:.0%}; *no answer*: said to be unknown, or failed. What estimators add for the driver is "
+        "left out. Groups: by what the file holds, the first that fits of embedding, hybrid, MLA, sliding window, "
+        "mixture of experts, dense. Relevo's tests hold its closed form to these very models; so others that they do "
+        "not hold (dense, sliding window, mixture of experts) stand apart.\n"
     )
     report.say("On a device:\n")
     on_device = [case for case in cases if case.place == "device"]
@@ -232,6 +241,9 @@ def _show(report: Report, cases: list[Case], peers: list[str]) -> None:
     report.say("\nOn the CPU (*as planned*: Relevo asks the engine about what the closed form does not know):\n")
     report.table(["models", "loads", *who], _rows(on_cpu, who))
     report.say("")
+    for name in peers:
+        worst = max((case for case in cases if case.error(name) is not None), key=lambda c: abs(c.error(name) or 0))
+        report.say(f"- {name} is furthest off with {worst.named}: {percent(worst.error(name) or 0, signed=True)}")
     for part, words in (("weights", "weights"), ("kept", "KV and state"), ("compute", "compute buffers")):
         report.say(f"- Relevo's closed form, {words}: {_by_part(cases, part)}")
     for case in cases:
