@@ -334,6 +334,8 @@ def choice_lines(plan: Plan) -> list[str]:
             lines += [_step_line(number, change) for number, change in enumerate(verdict.would_fit, 1)]
         elif verdict.missing_bytes:
             lines.append(f"{bytes_text(verdict.missing_bytes)} more would be enough for its smallest form.")
+    if plan.asked.runs_from_storage:
+        lines.append("With `from_storage = true` it would run, and read weights from storage for every token.")
     more, asked = plan.asked.max_context_q8_tokens, plan.sizing.start.context_tokens
     if more is not None and (plan.asked.max_context_tokens or 0) < min(more, asked):
         lines.append(f"With --kv-type q8_0 a context of {more} tokens would fit.")

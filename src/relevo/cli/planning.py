@@ -51,6 +51,8 @@ class Fits:
     max_context_reason: str | None = None
     max_context_q8_tokens: int | None = None
     """The same with a KV cache of q8_0; None: not known, or that is what was asked for."""
+    runs_from_storage: bool = False
+    """Refused, but with weights read from storage again and again it would run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,16 @@ def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:
         quantized = replace(start, kv_type="q8_0", flash_attention=True)
         if scales.knows(quantized):
             smaller = largest_context(replace(wish, start=quantized), device, host.view(), scales.weigh)
-    return Fits(target, verdict, need.total_bytes, largest, None, smaller)
+    return Fits(
+        target, verdict, need.total_bytes, largest, None, smaller, _runs_from_storage(sizing, host, scales, verdict)
+    )
+
+
+def _runs_from_storage(sizing: Sizing, host: Target, scales: Weighing, verdict: LoadVerdict) -> bool:
+    if verdict.step is not Step.REJECT or sizing.model.from_storage:
+        return False
+    slow = _decide(sizing, replace(sizing.wish(), from_storage=True), host, scales)
+    return slow.step is not Step.REJECT
 
 
 def _decide(sizing: Sizing, wish: LoadWish, host: Target, scales: Weighing) -> LoadVerdict:

@@ -204,13 +204,11 @@ def _of_status(device: dict[str, Any]) -> Target:
 
 
 def _host(config: Config) -> Target:
-    from relevo.devices.host import HostDevice
+    from relevo.devices.host import HostDevice, floor_bytes
 
     device = HostDevice()
     reading = device.read()
-    floor = config.host.floor_bytes
-    if floor is None and reading.total_bytes is not None:  # as the service keeps it free
-        floor = min(max(reading.total_bytes // 10, 2 << 30), reading.total_bytes // 4)
+    floor = floor_bytes(reading.total_bytes, config.host.floor_bytes)  # as the service keeps it free
     limits = {"declared_bytes": config.host.budget_bytes, "headroom_bytes": floor}
     return _read(HOST, HOST, "cpu", reading, description=device.description, **limits)
 

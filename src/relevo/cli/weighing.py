@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from relevo.devices.host import cpu_repacks
 from relevo.service.scales import Lessons, Place, Scales, untaught
 
 if TYPE_CHECKING:
@@ -50,9 +51,11 @@ class Weighing:
         self.reasons: list[str] = []
         """Why there are no figures of the engine although they are needed."""
         self._on_card = kind not in ("emulated", "host")
-        self._host = Scales(shape, Place.HOST, host_lessons or untaught(Place.HOST))
+        repacked = cpu_repacks()
+        self._host = Scales(shape, Place.HOST, host_lessons or untaught(Place.HOST), repacked=repacked)
         place = place_of(kind)
-        self._device = self._host if kind == "host" else Scales(shape, place, lessons or untaught(place, kind))
+        on_device = Scales(shape, place, lessons or untaught(place, kind), kind=kind, repacked=repacked)
+        self._device = self._host if kind == "host" else on_device
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(of its device, of the host besides); of a CPU route all is in the first."""

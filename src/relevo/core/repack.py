@@ -23,6 +23,9 @@ _BY_INSTRUCTIONS: dict[str, frozenset[str]] = {
 X86_TYPES = _BY_INSTRUCTIONS["avx2"] | _BY_INSTRUCTIONS["avx512f"]
 """What an x86 processor without tiles (AMX) takes at most."""
 
+ALL_TYPES = frozenset().union(*_BY_INSTRUCTIONS.values())
+"""What any processor takes: a bound where it is not known which this is."""
+
 
 def instructions_in(cpuinfo: str) -> frozenset[str]:
     """Instructions that a processor has, out of the text of /proc/cpuinfo (x86 calls them flags, ARM Features)."""

@@ -14,6 +14,7 @@ from typing import Final
 import psutil  # type: ignore[import-untyped]
 
 from relevo.core.ledger import Reading
+from relevo.core.repack import ALL_TYPES, instructions_in, repacked_types
 from relevo.core.units import size_text
 from relevo.devices.cgroups import ControlGroups, MemoryLimit
 from relevo.devices.device import STALE_AFTER_S, DeviceKind
@@ -257,3 +258,19 @@ def _pressure(path: Path) -> Pressure | None:
         return Pressure(float(lines["some"].partition("=")[2]), float(lines["full"].partition("=")[2]))
     except (OSError, ValueError, KeyError, IndexError):
         return None
+
+
+def floor_bytes(total_bytes: int | None, configured_bytes: int | None = None) -> int | None:
+    """MemAvailable never to go below: the larger of a tenth of RAM and 2 GiB, but at most a quarter of it."""
+    if configured_bytes is not None or total_bytes is None:
+        return configured_bytes
+    return min(max(total_bytes // 10, 2 << 30), total_bytes // 4)
+
+
+def cpu_repacks(root: Path = Path("/")) -> frozenset[str]:
+    """Number types that this machine's CPU keeps in another order; where it does not tell, all that any keeps."""
+    try:
+        told = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ALL_TYPES
+    return repacked_types(instructions_in(told))

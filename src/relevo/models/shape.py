@@ -208,6 +208,9 @@ def _layers(
                 tensors=tuple(found.tensors.items()),
             )
         )
+    filled = sum(1 for layer in layers if layer.tensors)
+    if 2 * filled < len(layers):  # a few may be empty; thousands would only cost whoever weighs them time
+        raise _wrong(header, f"it claims {len(layers)} layers and holds tensors of {filled}")
     return tuple(layers)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relevo.config import Config, DeviceConfig, HostConfig, ModelConfig
+from relevo.config import Config, DeviceConfig, ModelConfig
 from relevo.core.breaker import Breaker, BreakerRecord
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
@@ -21,7 +21,7 @@ from relevo.core.ledger import Ledger
 from relevo.core.shape import ModelShape
 from relevo.devices.device import Device
 from relevo.devices.ggml import EngineDeviceFacts, EngineFacts, inspect
-from relevo.devices.host import HostDevice, default_threads
+from relevo.devices.host import HostDevice, cpu_repacks, default_threads, floor_bytes
 from relevo.devices.opening import open_card
 from relevo.devices.soft import SoftDevice
 from relevo.devices.variants import cpu_variant
@@ -127,6 +127,7 @@ class _Builder:
         self._journal = journal
         self._libraries = libraries
         self._facts = facts
+        self._repacked = cpu_repacks()
         metrics = Metrics()
         models: dict[str, ServedModel] = {}
         board = StatusBoard(models, metrics, lambda: journal.trouble)
@@ -159,20 +160,14 @@ class _Builder:
         """The host, and every device that a model names."""
         await self._learning.recall()
         host = self._config.host
-        await self._hold(HostDevice(), DeviceConfig(total_bytes=host.budget_bytes, headroom_bytes=self._floor(host)))
+        ram = HostDevice()
+        floor = floor_bytes(ram.read().total_bytes, host.floor_bytes)
+        await self._hold(ram, DeviceConfig(total_bytes=host.budget_bytes, headroom_bytes=floor))
         named = {m.device for m in self._config.models.values() if m.device is not None}
         for name in sorted(named):
             described = self._config.devices[name]
             device = open_device(name, described, self._facts, self._libraries, self._paths)
             await self._hold(device, described)
-
-    @staticmethod
-    def _floor(host: HostConfig) -> int | None:
-        """MemAvailable never to go below: the larger of a tenth of RAM and 2 GiB, but at most a quarter of it."""
-        total = HostDevice().read().total_bytes
-        if host.floor_bytes is not None or total is None:
-            return host.floor_bytes
-        return min(max(total // 10, 2 << 30), total // 4)
 
     async def _hold(self, device: Device, described: DeviceConfig) -> None:
         ledger = Ledger(
@@ -198,6 +193,7 @@ class _Builder:
         """A model with its text process and its routes. Raises ModelFileError."""
         path = await asyncio.to_thread(Path(config.path).expanduser)
         header = await asyncio.to_thread(read_header, path)
+        path = Path(header.path)  # of a model in several files the first, whichever was named
         text = TextProcess(
             name,
             plan=lambda: StartText(
@@ -245,7 +241,8 @@ class _Builder:
             plan = emulated_plan(cpu, config, variant)
         else:
             plan = gpu_plan(cpu, config, shape, held.device.engine_device)
-        scales = Scales(shape, place, self._learning.lessons(held, place))
+        lessons = self._learning.lessons(held, place)
+        scales = Scales(shape, place, lessons, kind=str(held.device.kind), repacked=self._repacked)
         whole = self._add_route(model, plan, held, forecast, scales)
         if config.offload and plan.route == "gpu":
             part = self._add_route(model, hybrid_plan(plan, emulated=held.emulated), held, forecast, scales)

@@ -16,6 +16,8 @@ from relevo.core.described import Described
 from relevo.core.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
 from relevo.core.events import StartModel
 from relevo.core.learned import CARD_FLOORS, SMALL_FLOORS, Learned
+from relevo.core.load import COPIES_CACHE
+from relevo.core.repack import X86_TYPES
 from relevo.core.shape import ModelShape
 from relevo.core.tier import Tier
 from relevo.service.plans import RESERVED_BYTES
@@ -59,12 +61,25 @@ def untaught(place: Place, kind: str = "") -> Lessons:
 
 
 class Scales:
-    """Weighs loads of one model in one place. `lessons` is asked each time, because more is learned meanwhile."""
+    """Weighs loads of one model in one place. `lessons` is asked each time, because more is learned meanwhile.
 
-    def __init__(self, shape: ModelShape, place: Place, lessons: Lessons) -> None:
+    `kind`: of the card, as devices name it. `repacked`: number types that this machine's CPU keeps in another order.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        place: Place,
+        lessons: Lessons,
+        *,
+        kind: str = "",
+        repacked: frozenset[str] = X86_TYPES,
+    ) -> None:
         self.shape = shape
         self.place = place
         self._lessons = lessons
+        self._copies_cache = kind in COPIES_CACHE
+        self._repacked = repacked
         self._answers: dict[StartModel, DryRunAnswer] = {}
         self._unknown: dict[StartModel, None] = {}
 
@@ -79,7 +94,12 @@ class Scales:
         charge = self.learned(start)
         on_card = self.place is Place.CARD
         options = load_options(
-            start, on_device=on_card, learned=charge.start, fragmentation_bytes=charge.fragmentation_bytes
+            start,
+            on_device=on_card,
+            learned=charge.start,
+            fragmentation_bytes=charge.fragmentation_bytes,
+            copies_cache=self._copies_cache,
+            repacked_types=self._repacked,
         )
         device, host = model_demand(self.shape, options)
         if isinstance(answer, DryRunFigures):
