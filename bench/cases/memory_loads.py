@@ -14,6 +14,7 @@ from typing import Any
 from bench.engine_files import requantized, shipped
 from bench.figures import Report
 from bench.processes import toml
+from relevo.core.dry_run import PRINTED_TO_BYTES
 from relevo.setup.cache import ensure_entry, sha256_of_file
 from relevo.setup.libraries import find
 from relevo.setup.packages import FetchError, Wheel, fetch
@@ -69,7 +70,7 @@ def run(report: Report, *, quick: bool) -> None:
     report.say(
         "\n### Real loads: predicted, reported by the engine, observed\n\n"
         "`relevo plan MODEL --check`: loaded in a worker of its own, a prompt to the end of the context, ended. Parts "
-        "by the engine's own buffer lines (a hundredth of a MiB); the whole by the kernel. The accelerator is "
+        "by the engine's own buffer lines (0: no more apart than their rounding); the whole by the kernel. The accelerator is "
         "**emulated**: its limit is real, its memory is the worker's own in RAM, counted when it is reserved. Margins "
         "are not in the figures. Nothing was learned before: a fresh state folder each. MiB.\n"
     )
@@ -123,10 +124,18 @@ def _rows(report: Report, model: Model, checked: dict[str, Any]) -> list[list[st
                 head if not rows else "",
                 row["name"] + (f" ({row['observed_by']})" if row["observed_by"] else ""),
                 *(_mib(row[witness]) for witness in ("predicted_bytes", "engine_bytes", "observed_bytes")),
-                "-" if beyond is None else f"{beyond / MIB:+.2f}" + (f" ({share:+.2f} %)" if share is not None else ""),
+                _beyond(beyond, share, reported=row["observed_bytes"] is None),
             ]
         )
     return rows
+
+
+def _beyond(beyond: int | None, share: float | None, *, reported: bool) -> str:
+    if beyond is None:
+        return "-"
+    if reported and abs(beyond) <= 2 * PRINTED_TO_BYTES:  # keys and values are printed apart
+        return "0"
+    return f"{beyond / MIB:+.2f}" + ("" if share is None else f" ({share:+.1f} %)")
 
 
 def _mib(value: int | None) -> str:
