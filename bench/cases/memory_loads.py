@@ -70,9 +70,9 @@ def run(report: Report, *, quick: bool) -> None:
     report.say(
         "\n### Real loads: predicted, reported by the engine, observed\n\n"
         "`relevo plan MODEL --check`: loaded in a worker of its own, a prompt to the end of the context, ended. Parts "
-        "by the engine's own buffer lines (0: no more apart than their rounding); the whole by the kernel. The accelerator is "
-        "**emulated**: its limit is real, its memory is the worker's own in RAM, counted when it is reserved. Margins "
-        "are not in the figures. Nothing was learned before: a fresh state folder each. MiB.\n"
+        "by the engine's own buffer lines (0: no more apart than their rounding); the whole by the kernel. The "
+        "accelerator is **emulated**: its limit is real, its memory is the worker's own in RAM, counted when it is "
+        "reserved. Margins are not in the figures. Nothing was learned before: a fresh state folder each. MiB.\n"
     )
     wanted = [Model("SmolLM2-135M Q4_1", shipped, 256 if quick else 2048)]
     if not quick:
