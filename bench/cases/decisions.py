@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from bench.figures import Report, quantile
 from relevo.core.admission import RouteState, RouteView, Weighed, decide
-from relevo.core.demand import Demand
 from relevo.core.events import StartModel
 from relevo.core.forecast import Rates
-from relevo.core.ladder import DeviceView, Holder, LoadWish, decide_load
-from relevo.core.ledger import Lease, Ledger, Reading
+from relevo.core.leases.ledger import Lease, Ledger, Reading
+from relevo.core.loads.ladder import DeviceView, Holder, LoadWish, decide_load
+from relevo.core.memory.demand import Demand
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relevo.core.load import LoadOptions
+from relevo.core.memory.load import LoadOptions
 
 PLENTY_BYTES = 1 << 50
 Keys = Mapping[str, Any]

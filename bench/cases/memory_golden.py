@@ -18,11 +18,11 @@ from tests.golden.oracle import Placement, Weighed, weigh_all
 from bench.cases import memory_models
 from bench.cases.memory_estimators import ESTIMATORS, estimates
 from bench.figures import Report
-from relevo.core.demand import Demand, model_demand
-from relevo.core.dry_run import DryRunFigures, wants_dry_run, with_dry_run
 from relevo.core.events import StartModel
-from relevo.core.load import DeviceStart, LoadOptions, load_options
-from relevo.core.shape import ModelShape
+from relevo.core.memory.demand import Demand, model_demand
+from relevo.core.memory.dry_run import DryRunFigures, wants_dry_run, with_dry_run
+from relevo.core.memory.load import DeviceStart, LoadOptions, load_options
+from relevo.core.memory.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from relevo.replicas.dry_run import dry_run_now

@@ -21,7 +21,7 @@ PLENTY_BYTES = 1 << 50
 
 
 def _relevo(file: Path) -> Callable[[], None]:
-    from relevo.core.demand import LoadOptions, model_demand
+    from relevo.core.memory.demand import LoadOptions, model_demand
     from relevo.models.gguf import read_header
     from relevo.models.shape import shape_of
 

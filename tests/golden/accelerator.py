@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from relevo.core.quantization import NUMBER_TYPES
+from relevo.core.memory.quantization import NUMBER_TYPES
 
 NAME: Final = "Accelerator0"
 HOST_NAME: Final = "Accelerator_Host"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relevo.core.demand import Demand, model_demand
-from relevo.core.load import LoadOptions
+from relevo.core.memory.demand import Demand, model_demand
+from relevo.core.memory.load import LoadOptions
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.families_attention import FAMILIES, MORE_FAMILIES, Family, family

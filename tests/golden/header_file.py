@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relevo.core.quantization import BY_NAME, NUMBER_TYPES
+from relevo.core.memory.quantization import BY_NAME, NUMBER_TYPES
 
 Scalar = int | float | bool | str
 Keys = Mapping[str, Scalar | Sequence[Scalar]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relevo.core.demand import model_demand
-from relevo.core.load import LoadOptions
-from relevo.core.shape import ModelShape
+from relevo.core.memory.demand import model_demand
+from relevo.core.memory.load import LoadOptions
+from relevo.core.memory.shape import ModelShape
 from tests.golden.oracle import Placement, Setting, Weighed
 
 

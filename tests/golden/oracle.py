@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from relevo.core.quantization import NUMBER_TYPES
+from relevo.core.memory.quantization import NUMBER_TYPES
 
 ACCELERATORS = ("", "plain", "cuda")
 PATIENCE_S = 50

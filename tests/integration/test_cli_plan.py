@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from relevo.cli import main
-from relevo.cli.full_load import LoadFailed, load_fully
 from relevo.cli.place import ServicePlace
-from relevo.cli.planning import Planner
+from relevo.cli.planning.full_load import LoadFailed, load_fully
+from relevo.cli.planning.planner import Planner
 from relevo.core.events import StartModel
-from relevo.core.learned import Circumstances, Observation, encode
-from relevo.core.reading import Reading
+from relevo.core.leases.reading import Reading
+from relevo.core.memory.learned import Circumstances, Observation, encode
 from relevo.journal import AddMeasurement
 from relevo.models.fingerprint import weights_digest
 from relevo.models.gguf import read_header
@@ -262,12 +262,12 @@ def test_the_whole_command_stays_small(own_place: Path, tmp_path: Path) -> None:
 _MEASURED = """
 import contextlib, io, sys
 from relevo.cli import main
-from relevo.cli.full_load import LoadFailed, load_fully
+from relevo.cli.planning.full_load import LoadFailed, load_fully
 from relevo.cli.place import ServicePlace
-from relevo.cli.planning import Planner
+from relevo.cli.planning.planner import Planner
 from relevo.core.events import StartModel
-from relevo.core.learned import Circumstances, Observation, encode
-from relevo.core.reading import Reading
+from relevo.core.memory.learned import Circumstances, Observation, encode
+from relevo.core.leases.reading import Reading
 from relevo.journal import AddMeasurement
 from relevo.models.gguf import read_header
 with contextlib.redirect_stdout(io.StringIO()):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relevo.core.demand import DEVICE_START, MIB, load_options, model_demand
 from relevo.core.events import Ready, StartModel
+from relevo.core.memory.demand import DEVICE_START, MIB, load_options, model_demand
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relevo.core.demand import DEVICE_START, Demand, load_options, model_demand
-from relevo.core.shape import ModelShape
+from relevo.core.memory.demand import DEVICE_START, Demand, load_options, model_demand
+from relevo.core.memory.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.device_figures import FAMILIES, FIGURES, DeviceCase, DeviceFigures, digest_of, start_of

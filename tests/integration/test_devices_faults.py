@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relevo.core.events import Ready, StartFailed
-from relevo.core.ledger import Ledger, Shortfall
+from relevo.core.leases.ledger import Ledger, Shortfall
 from relevo.devices import faults
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.faults import Faults

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from relevo.core.errors import DeviceError
-from relevo.core.ledger import Lease, Ledger, Shortfall
+from relevo.core.leases.ledger import Lease, Ledger, Shortfall
 from relevo.devices.device import DeviceKind
 from relevo.devices.ggml import EngineDevice, EngineDeviceFacts, EngineFacts
 from relevo.devices.nvidia import NvidiaDevice

@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from relevo.core.ledger import Lease, Ledger, Shortfall
+from relevo.core.leases.ledger import Lease, Ledger, Shortfall
 from relevo.devices.device import Device
 from relevo.devices.events import DeviceEvent
 from relevo.devices.nvidia import NvidiaDevice

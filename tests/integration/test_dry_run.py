@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from relevo.core.demand import DEVICE_START, load_options, model_demand
-from relevo.core.dry_run import PRINTED_TO_BYTES, DryRunFigures, DryRunRefused, wants_dry_run, with_dry_run
 from relevo.core.events import Ready, StartModel
-from relevo.core.tier import Tier
+from relevo.core.memory.demand import DEVICE_START, load_options, model_demand
+from relevo.core.memory.dry_run import PRINTED_TO_BYTES, DryRunFigures, DryRunRefused, wants_dry_run, with_dry_run
+from relevo.core.memory.tier import Tier
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from relevo.replicas.dry_run import DryRuns, dry_run, dry_run_now

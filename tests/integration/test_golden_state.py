@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relevo.core.demand import model_demand
+from relevo.core.memory.demand import model_demand
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.families_state import FAMILIES, Draft, Family, attention, gated

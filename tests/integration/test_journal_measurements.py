@@ -8,9 +8,9 @@ from pathlib import Path
 import apsw
 import pytest
 
-from relevo.core.learned import Circumstances, Key, Lessons, Observation, decode, encode
-from relevo.core.load import DEVICE_START
-from relevo.core.tier import Tier
+from relevo.core.memory.learned import Circumstances, Key, Lessons, Observation, decode, encode
+from relevo.core.memory.load import DEVICE_START
+from relevo.core.memory.tier import Tier
 from relevo.journal import AddMeasurement, BadOperation, Journal, MeasurementRecord, apply, database
 from relevo.journal.audit import audit
 from relevo.journal.statements import migrations

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from relevo.core.demand import DEVICE_START, MIB, load_options, model_demand
 from relevo.core.events import Ready, StartModel
-from relevo.core.repack import instructions_in, repacked_types
+from relevo.core.memory.demand import DEVICE_START, MIB, load_options, model_demand
+from relevo.core.memory.repack import instructions_in, repacked_types
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.header_file import Tensor, write_header

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relevo.core.demand import Demand
 from relevo.core.events import StartModel
-from relevo.core.ladder import DeviceView, Holder, LoadWish
+from relevo.core.loads.ladder import DeviceView, Holder, LoadWish
+from relevo.core.memory.demand import Demand
 
 MIB = 2**20
 

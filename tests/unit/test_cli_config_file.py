@@ -9,7 +9,7 @@ import pytest
 
 from relevo.cli.config_file import edit_config, put
 from relevo.cli.demo import DEMO_MODEL, demo_config
-from relevo.cli.sizing import name_from
+from relevo.cli.planning.sizing import name_from
 from relevo.config import Config, DeviceConfig, ModelConfig, load_config
 from relevo.core.errors import ConfigError
 from relevo.service.paths import find_paths

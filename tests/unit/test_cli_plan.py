@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from relevo.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
-from relevo.cli.full_load import FullLoad, Observed
-from relevo.cli.places import read_bytes
-from relevo.cli.plan_check import Row, card_rows
-from relevo.cli.read_rate import memory_rate, storage_rate
-from relevo.cli.sizing import model_config, name_from, parse_size, read_model, size_up
-from relevo.cli.targets import Target, choose_target, imagined
-from relevo.cli.weighing import Weighing
-from relevo.core.demand import PARTS, Demand
-from relevo.core.dry_run import DryCache, DryRunFigures
+from relevo.cli.planning.check import Row, card_rows
+from relevo.cli.planning.full_load import FullLoad, Observed
+from relevo.cli.planning.places import read_bytes
+from relevo.cli.planning.read_rate import memory_rate, storage_rate
+from relevo.cli.planning.sizing import model_config, name_from, parse_size, read_model, size_up
+from relevo.cli.planning.targets import Target, choose_target, imagined
+from relevo.cli.planning.weighing import Weighing
 from relevo.core.errors import ConfigError, ModelFileError, RelevoError
 from relevo.core.events import Ready
-from relevo.core.load import LoadOptions
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.memory.demand import PARTS, Demand
+from relevo.core.memory.dry_run import DryCache, DryRunFigures
+from relevo.core.memory.load import LoadOptions
+from relevo.core.memory.shape import LayerShape, ModelShape
 from tests.golden.families_attention import family
 from tests.golden.header_file import Keys, Tensor, write_header
 

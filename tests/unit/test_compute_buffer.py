@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relevo.core import graph as g
-from relevo.core.compute_buffer import compute_bytes, host_compute_bytes
-from relevo.core.demand import model_demand
-from relevo.core.graph import Graph, Place, computed, stored, viewed
-from relevo.core.graph_form import FeedForward, GraphForm, Residual
-from relevo.core.graph_memory import graph_bytes
-from relevo.core.kv_cache import rows_of
-from relevo.core.load import LoadOptions
-from relevo.core.shape import ModelShape
+from relevo.core.memory import graph as g
+from relevo.core.memory.compute_buffer import compute_bytes, host_compute_bytes
+from relevo.core.memory.demand import model_demand
+from relevo.core.memory.graph import Graph, Place, computed, stored, viewed
+from relevo.core.memory.graph_form import FeedForward, GraphForm, Residual
+from relevo.core.memory.graph_memory import graph_bytes
+from relevo.core.memory.kv_cache import rows_of
+from relevo.core.memory.load import LoadOptions
+from relevo.core.memory.shape import ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.graph_form import GRAPHS
 from relevo.models.shape import shape_of

@@ -42,9 +42,9 @@ from relevo.core.handover import (
     on_route_lost,
 )
 from relevo.core.lane import Full, Lane
-from relevo.core.ledger import Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.leases.ledger import Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.leases.tally import Tally
 from relevo.core.request import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, advance
-from relevo.core.tally import Tally
 
 # How many examples of each machine a commit can afford.
 QUICK = {"LedgerMachine": 20, "LaneMachine": 60, "BreakerMachine": 120, "RequestMachine": 60, "AdmissionMachine": 8}

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relevo.core.demand import DEVICE_START, MIB, Demand, LoadOptions, cells_for, load_options, model_demand
 from relevo.core.errors import ModelFileError
 from relevo.core.events import StartModel
-from relevo.core.graph_form import GraphForm
-from relevo.core.placement import device_layers
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.memory.demand import DEVICE_START, MIB, Demand, LoadOptions, cells_for, load_options, model_demand
+from relevo.core.memory.graph_form import GraphForm
+from relevo.core.memory.placement import device_layers
+from relevo.core.memory.shape import LayerShape, ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from relevo.core.demand import MIB, Demand
-from relevo.core.dry_run import DryCache, DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
-from relevo.core.tier import Tier
+from relevo.core.memory.demand import MIB, Demand
+from relevo.core.memory.dry_run import DryCache, DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
+from relevo.core.memory.tier import Tier
 
 WHY = "It has no closed form."
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relevo.core.demand import DEVICE_START, load_options, model_demand
 from relevo.core.events import StartModel
-from relevo.core.kv_cache import cells_of, kv_layer_bytes, rows_of, state_layer_bytes, window_cells_of
-from relevo.core.load import LoadOptions
-from relevo.core.placement import repacked_bytes, weights_bytes
-from relevo.core.repack import X86_TYPES, instructions_in, repacked_types
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.memory.demand import DEVICE_START, load_options, model_demand
+from relevo.core.memory.kv_cache import cells_of, kv_layer_bytes, rows_of, state_layer_bytes, window_cells_of
+from relevo.core.memory.load import LoadOptions
+from relevo.core.memory.placement import repacked_bytes, weights_bytes
+from relevo.core.memory.repack import X86_TYPES, instructions_in, repacked_types
+from relevo.core.memory.shape import LayerShape, ModelShape
 
 FULL = LayerShape(
     weights_bytes=1000, expert_bytes=600, padding_bytes=24, heads=8, kv_heads=2, key_length=64, value_length=64

@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from relevo.core.demand import Demand
 from relevo.core.events import StartModel
-from relevo.core.ladder import (
+from relevo.core.loads.ladder import (
     LoadVerdict,
     Readiness,
     Step,
@@ -20,7 +19,8 @@ from relevo.core.ladder import (
     may_restore,
     who_yields,
 )
-from relevo.core.search import largest_that_fits
+from relevo.core.loads.search import largest_that_fits
+from relevo.core.memory.demand import Demand
 from tests.unit.small_model import DENSE, EXPERTS, FULL, MIB, START, SmallModel, gpu, holder, idle, ram, wish
 
 ALL = frozenset({"flash_attention", "ubatch", "slots", "kv_type", "context"})

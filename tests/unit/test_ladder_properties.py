@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from relevo.core.events import StartModel
-from relevo.core.eviction import harm_of, least_harm
-from relevo.core.ladder import (
+from relevo.core.loads.eviction import harm_of, least_harm
+from relevo.core.loads.ladder import (
     DeviceView,
     Holder,
     LoadVerdict,
@@ -22,8 +22,8 @@ from relevo.core.ladder import (
     may_restore,
     who_yields,
 )
-from relevo.core.reduction import floor_tokens
-from relevo.core.wish import REDUCIBLE
+from relevo.core.loads.reduction import floor_tokens
+from relevo.core.loads.wish import REDUCIBLE
 from tests.unit.small_model import MIB, START, SmallModel
 
 QUICK = settings(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from relevo.core.learned import (
+from relevo.core.memory.learned import (
     CARD_FLOORS,
     FEW,
     MIB,
@@ -26,8 +26,8 @@ from relevo.core.learned import (
     nearest_rank,
     residual_bytes,
 )
-from relevo.core.load import DEVICE_START, DeviceStart
-from relevo.core.tier import Tier
+from relevo.core.memory.load import DEVICE_START, DeviceStart
+from relevo.core.memory.tier import Tier
 
 KEY = Key("sha256:8b", "gpu0", "context=8192 kv=f16 ubatch=512")
 OTHER = Key("sha256:1b", "gpu0", "context=4096 kv=f16 ubatch=512")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from relevo.core.errors import OurBug
-from relevo.core.ledger import TRANSITIONS, Lease, LeaseState, Ledger, Reading, Shortfall
-from relevo.core.pressure import PressureStage
-from relevo.core.reserve import Want, reserve
+from relevo.core.leases.ledger import TRANSITIONS, Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.leases.pressure import PressureStage
+from relevo.core.leases.reserve import Want, reserve
 
 GIB = 1 << 30
 

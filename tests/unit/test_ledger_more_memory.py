@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relevo.core.ledger import Lease, Ledger, Reading
+from relevo.core.leases.ledger import Lease, Ledger, Reading
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from relevo.core.errors import OurBug
-from relevo.core.ledger import Lease, Ledger, Reading, Shortfall
-from relevo.core.pressure import PressureStage
+from relevo.core.leases.ledger import Lease, Ledger, Reading, Shortfall
+from relevo.core.leases.pressure import PressureStage
 
 GIB = 1 << 30
 TOTAL = 24 * GIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relevo.core.pressure import PressureGauge, PressureStage, next_stage
+from relevo.core.leases.pressure import PressureGauge, PressureStage, next_stage
 
 CALM, TIGHT, CRITICAL, UNKNOWN = PressureStage
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relevo.core.demand import model_demand
-from relevo.core.load import LoadOptions
-from relevo.core.shape import LayerShape, ModelShape
+from relevo.core.memory.demand import model_demand
+from relevo.core.memory.load import LoadOptions
+from relevo.core.memory.shape import LayerShape, ModelShape
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
 from tests.golden.families_attention import COMMAND_R_35B, LLAMA_31_8B, Blueprint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relevo.core.shape import ModelShape
+from relevo.core.memory.shape import ModelShape
 from relevo.models import engine_rules as rules
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of

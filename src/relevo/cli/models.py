@@ -22,7 +22,7 @@ from relevo.cli.place import NO_PLACE, NO_SERVICE_PLACE, Json, Place, ServicePla
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
-    from relevo.cli.planning import Plan
+    from relevo.cli.planning.planner import Plan
     from relevo.cli.trial import Trial
     from relevo.config import Config, ModelConfig
 
@@ -85,9 +85,9 @@ def add(
     The configuration is changed only after the model has answered; the file before is kept beside it as `.bak`.
     """
     from relevo.cli.config_file import edit_config
-    from relevo.cli.plan_view import plan_view
-    from relevo.cli.planning import Planner
-    from relevo.cli.sizing import check_name, check_ram, name_from
+    from relevo.cli.planning.planner import Planner
+    from relevo.cli.planning.sizing import check_name, check_ram, name_from
+    from relevo.cli.planning.view import plan_view
     from relevo.cli.trial import try_model
 
     planner = Planner(ServicePlace(state=place.state, config=place.config), config_may_be_missing=True)
@@ -122,7 +122,7 @@ def add(
 
 def _device_for(config: Config) -> str:
     """A described device, else the card that is here, else none; never a running demo's stand-in."""
-    from relevo.cli.targets import described_devices
+    from relevo.cli.planning.targets import described_devices
 
     names = [name for name, _ in described_devices(config)]
     return "gpu0" if "gpu0" in names else names[0] if names else "cpu"
@@ -153,7 +153,7 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _print_plan(name: str, made: Plan) -> None:
-    from relevo.cli.plan_view import demand_text, head_lines
+    from relevo.cli.planning.view import demand_text, head_lines
 
     say(f"{plain(name)}:")
     for line in head_lines(made):

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from relevo.cli.place import NO_SERVICE_PLACE, Json, ServicePlace
 
 if TYPE_CHECKING:
-    from relevo.cli.planning import Plan, Planner
+    from relevo.cli.planning.planner import Plan, Planner
 
 
 @Parameter(name="*")
@@ -77,9 +77,9 @@ def plan(
     Exits 0 when the plan is made, whatever it says, and 1 when it cannot be, or a check fails.
     """
     from relevo.cli.output import print_json
-    from relevo.cli.plan_view import plan_view, print_check, print_plan
-    from relevo.cli.planning import Planner
-    from relevo.cli.sizing import parse_size
+    from relevo.cli.planning.planner import Planner
+    from relevo.cli.planning.sizing import parse_size
+    from relevo.cli.planning.view import plan_view, print_check, print_plan
 
     memory = None if device_memory is None else parse_size(device_memory, "--device-memory")
     planner = Planner(place)
@@ -90,7 +90,7 @@ def plan(
         if json:
             print_json(plan_view(made))
         return 0
-    from relevo.cli.plan_check import check_plan
+    from relevo.cli.planning.check import check_plan
 
     checked = check_plan(planner, made)
     if json:

@@ -9,7 +9,7 @@ import msgspec
 
 from relevo.core.described import Described
 from relevo.core.forecast import Rates
-from relevo.core.wish import CPU_ROUTES
+from relevo.core.loads.wish import CPU_ROUTES
 
 PREFERENCE: Final = ("gpu", "hybrid", "cpu", "backup")
 """The ways to run a model, the quickest first. All but the last are the same model."""

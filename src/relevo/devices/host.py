@@ -13,8 +13,8 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 
-from relevo.core.ledger import Reading
-from relevo.core.repack import ALL_TYPES, instructions_in, repacked_types
+from relevo.core.leases.ledger import Reading
+from relevo.core.memory.repack import ALL_TYPES, instructions_in, repacked_types
 from relevo.core.units import size_text
 from relevo.devices.cgroups import ControlGroups, MemoryLimit
 from relevo.devices.device import STALE_AFTER_S, DeviceKind

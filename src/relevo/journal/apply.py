@@ -11,7 +11,7 @@ from typing import Any
 import apsw
 
 from relevo.core.errors import RelevoError, RequestNotFound
-from relevo.core.learned import KEPT_PER_KEY
+from relevo.core.memory.learned import KEPT_PER_KEY
 from relevo.journal import operations as op
 from relevo.journal.packing import pack_tokens
 from relevo.journal.records import ENDED_STATES, OPEN_STATES

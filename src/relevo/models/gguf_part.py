@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from relevo.core.errors import ModelFileError
-from relevo.core.quantization import NUMBER_TYPES
+from relevo.core.memory.quantization import NUMBER_TYPES
 from relevo.models.gguf_cursor import U32, U64, Cursor
 from relevo.models.gguf_header import GgufHeader, LongArray, Part, Scalar, Tensor, Value
 

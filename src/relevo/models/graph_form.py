@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from relevo.core.graph_form import FeedForward, GraphForm, Residual, Turned
+from relevo.core.memory.graph_form import FeedForward, GraphForm, Residual, Turned
 from relevo.models.gguf import GgufHeader
 
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)")

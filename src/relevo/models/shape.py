@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from relevo.core.errors import ModelFileError
-from relevo.core.repack import ROWS_STEP
-from relevo.core.shape import DEVICE_ALIGNMENT_BYTES, HOST_ALIGNMENT_BYTES, LayerShape, ModelShape
+from relevo.core.memory.repack import ROWS_STEP
+from relevo.core.memory.shape import DEVICE_ALIGNMENT_BYTES, HOST_ALIGNMENT_BYTES, LayerShape, ModelShape
 from relevo.models import engine_rules as rules
 from relevo.models.gguf import GgufHeader, LongArray, Tensor
 from relevo.models.graph_form import graph_form

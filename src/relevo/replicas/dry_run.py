@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
-from relevo.core.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused
 from relevo.core.events import StartModel
+from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused
 from relevo.processes.limits import keep_no_core_file, limit_data_bytes
 from relevo.replicas.dry_run_cache import DryRunCache
 from relevo.replicas.process import worker_environment

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
-from relevo.core.dry_run import DryRunFigures
 from relevo.core.errors import ModelFileError
 from relevo.core.events import StartModel
+from relevo.core.memory.dry_run import DryRunFigures
 from relevo.models.gguf import read_header
 
 ENTRIES_MAX: Final = 512

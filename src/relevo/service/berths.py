@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 
 from relevo.core.breaker import Breaker
-from relevo.core.demand import Demand
 from relevo.core.described import Described
 from relevo.core.errors import OurBug
 from relevo.core.events import Ready, StartModel
-from relevo.core.ladder import LoadVerdict
-from relevo.core.ledger import Lease, LeaseState, Ledger
-from relevo.core.wish import CPU_ROUTES
+from relevo.core.leases.ledger import Lease, LeaseState, Ledger
+from relevo.core.loads.ladder import LoadVerdict
+from relevo.core.loads.wish import CPU_ROUTES
+from relevo.core.memory.demand import Demand
 from relevo.devices.device import Device
 from relevo.devices.host import HostDevice
 from relevo.devices.soft import SoftDevice

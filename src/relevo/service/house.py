@@ -17,8 +17,8 @@ from relevo.core.breaker import Breaker, BreakerRecord
 from relevo.core.errors import ConfigError, DeviceError
 from relevo.core.events import StartModel, StartText
 from relevo.core.forecast import Forecast
-from relevo.core.ledger import Ledger
-from relevo.core.shape import ModelShape
+from relevo.core.leases.ledger import Ledger
+from relevo.core.memory.shape import ModelShape
 from relevo.devices.device import Device
 from relevo.devices.ggml import EngineDeviceFacts, EngineFacts, inspect
 from relevo.devices.host import HostDevice, cpu_repacks, default_threads, floor_bytes

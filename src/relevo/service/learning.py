@@ -15,7 +15,7 @@ import msgspec
 
 from relevo.core.breaker import FaultKind
 from relevo.core.events import Ready, StartModel
-from relevo.core.learned import (
+from relevo.core.memory.learned import (
     Circumstances,
     FailedAllocation,
     Key,
@@ -26,7 +26,7 @@ from relevo.core.learned import (
     decode,
     encode,
 )
-from relevo.core.tier import Tier
+from relevo.core.memory.tier import Tier
 from relevo.journal import AddMeasurement, Journal
 from relevo.replicas.death import Death
 from relevo.service.berths import Berth, HeldDevice, Life

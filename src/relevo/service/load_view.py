@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from relevo.core.demand import Demand
 from relevo.core.events import Ready
+from relevo.core.memory.demand import Demand
 from relevo.service.berths import Berth
 
 

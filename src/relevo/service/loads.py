@@ -14,11 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from relevo.core.breaker import BreakerState
-from relevo.core.demand import Demand
-from relevo.core.ladder import DeviceView, Holder, LoadVerdict, LoadWish, Step, decide_load, may_restore
-from relevo.core.lease import Lease, LeaseState, Shortfall
-from relevo.core.reserve import Want, reserve
-from relevo.core.room import largest_piece_bytes
+from relevo.core.leases.lease import Lease, LeaseState, Shortfall
+from relevo.core.leases.reserve import Want, reserve
+from relevo.core.loads.ladder import DeviceView, Holder, LoadVerdict, LoadWish, Step, decide_load, may_restore
+from relevo.core.loads.room import largest_piece_bytes
+from relevo.core.memory.demand import Demand
 from relevo.replicas.dry_run import DryRuns
 from relevo.service.berths import Berth, HeldDevice, Life, Posture
 from relevo.service.scales import Scales

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from relevo.config import ModelConfig, flash_attention_of
-from relevo.core.demand import Demand
 from relevo.core.events import StartModel
-from relevo.core.shape import ModelShape
+from relevo.core.memory.demand import Demand
+from relevo.core.memory.shape import ModelShape
 
 RESERVED_BYTES = 128 * 2**20
 """What a worker's process reserves besides the model; an emulated accelerator counts it. (Seen: 30 MiB.)"""

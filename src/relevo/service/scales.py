@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from relevo.core import learned
-from relevo.core.demand import DEVICE_START, MIB, Demand, DeviceStart, load_options, model_demand
 from relevo.core.described import Described
-from relevo.core.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
 from relevo.core.events import StartModel
-from relevo.core.learned import CARD_FLOORS, SMALL_FLOORS, Learned
-from relevo.core.load import COPIES_CACHE
-from relevo.core.repack import X86_TYPES
-from relevo.core.shape import ModelShape
-from relevo.core.tier import Tier
+from relevo.core.memory import learned
+from relevo.core.memory.demand import DEVICE_START, MIB, Demand, DeviceStart, load_options, model_demand
+from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
+from relevo.core.memory.learned import CARD_FLOORS, SMALL_FLOORS, Learned
+from relevo.core.memory.load import COPIES_CACHE
+from relevo.core.memory.repack import X86_TYPES
+from relevo.core.memory.shape import ModelShape
+from relevo.core.memory.tier import Tier
 from relevo.service.plans import RESERVED_BYTES
 
 _ANY_CHUNK_TOKENS = 64

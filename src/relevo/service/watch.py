@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relevo.core.described import named
-from relevo.core.eviction import Way, who_yields
-from relevo.core.lease import LeaseState
-from relevo.core.pressure import PressureStage
-from relevo.core.reading import Reading
-from relevo.core.standby import Readiness, choose_standby
+from relevo.core.leases.lease import LeaseState
+from relevo.core.leases.pressure import PressureStage
+from relevo.core.leases.reading import Reading
+from relevo.core.loads.eviction import Way, who_yields
+from relevo.core.loads.standby import Readiness, choose_standby
 from relevo.devices.cadence import Cadence, Change
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.suspend import SleepDetector, read_clocks

@@ -22,9 +22,9 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from relevo.core.dry_run import DryCache, DryRunAnswer, DryRunFigures, DryRunRefused
 from relevo.core.errors import LibraryError
 from relevo.core.events import StartModel
+from relevo.core.memory.dry_run import DryCache, DryRunAnswer, DryRunFigures, DryRunRefused
 from relevo.workers.llama.model import StartFailure, check, find_device, load_weights, make_context
 from relevo.workers.llama.native import Native, load_native
 from relevo.workers.llama.native_log import Cache, LoadFacts
