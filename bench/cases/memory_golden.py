@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,7 +18,7 @@ from tests.golden.oracle import Placement, Weighed, weigh_all
 
 from bench.cases import memory_models
 from bench.cases.memory_estimators import ESTIMATORS, estimates
-from bench.figures import Report
+from bench.figures import Report, number, quantile
 from relevo.core.events import StartModel
 from relevo.core.memory.demand import Demand, model_demand
 from relevo.core.memory.dry_run import DryRunFigures, wants_dry_run, with_dry_run
@@ -64,6 +65,9 @@ class Case:
     said: dict[str, float | str] = field(default_factory=dict)
     parts: dict[str, int | None] = field(default_factory=dict)
     """Ours."""
+    formula_ms: float = 0.0
+    dry_run_ms: float | None = None
+    """What the engine took for it; None: it was not asked."""
 
     @property
     def total(self) -> int:
@@ -166,7 +170,10 @@ def _truth(planned: Weighed, place: str) -> dict[str, int]:
 
 
 def _ours(case: Case, shape: ModelShape) -> None:
-    device, host = model_demand(shape, options_of(case.start, case.place))
+    options = options_of(case.start, case.place)
+    began = time.perf_counter()
+    device, host = model_demand(shape, options)
+    case.formula_ms = 1e3 * (time.perf_counter() - began)
     case.parts = _parts(device if case.place == "device" else host)
     case.said[OURS] = _total(case.parts)
 
@@ -181,9 +188,11 @@ def _as_planned(cases: Sequence[Case], shape: ModelShape) -> None:
             case.said[PLANNED] = case.said[OURS]
             continue
         answer = next(answers)
-        case.said[PLANNED] = (
-            _total(_parts(with_dry_run(*demand, answer).host)) if isinstance(answer, DryRunFigures) else answer.message
-        )
+        if isinstance(answer, DryRunFigures):
+            case.said[PLANNED] = _total(_parts(with_dry_run(*demand, answer).host))
+            case.dry_run_ms = answer.took_ms
+        else:
+            case.said[PLANNED] = answer.message
 
 
 def _parts(demand: Demand) -> dict[str, int | None]:
@@ -246,9 +255,21 @@ def _show(report: Report, cases: list[Case], peers: list[str]) -> None:
         report.say(f"- {name} is furthest off with {worst.named}: {percent(worst.error(name) or 0, signed=True)}")
     for part, words in (("weights", "weights"), ("kept", "KV and state"), ("compute", "compute buffers")):
         report.say(f"- Relevo's closed form, {words}: {_by_part(cases, part)}")
+    report.say(f"- Relevo's closed form takes {_times(case.formula_ms for case in cases)} ms a load")
+    report.say(
+        f"- Relevo's dry run, asked about {sum(case.dry_run_ms is not None for case in cases)} loads on the CPU, takes "
+        f"{_times(case.dry_run_ms for case in cases)} ms a load, its process' start not counted"
+    )
     for case in cases:
         report.keep("memory golden", family=case.family, group=case.group, place=case.place, truth=case.truth,
                     said=case.said, parts=case.parts, start=_settings(case.start))  # fmt: skip
+
+
+def _times(all_ms: Iterable[float | None]) -> str:
+    known = [one for one in all_ms if one is not None]
+    if not known:
+        return "-"
+    return f"{number(quantile(known, 0.5))} (99 % of them at most {number(quantile(known, 0.99))})"
 
 
 def _values(cases: list[Case], name: str) -> str:
