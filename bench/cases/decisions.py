@@ -11,7 +11,9 @@ from bench.figures import Report, quantile
 from relevo.core.admission import RouteState, RouteView, Weighed, decide
 from relevo.core.events import StartModel
 from relevo.core.forecast import Rates
-from relevo.core.leases.ledger import Lease, Ledger, Reading
+from relevo.core.leases.lease import Lease
+from relevo.core.leases.ledger import Ledger
+from relevo.core.leases.reading import Reading
 from relevo.core.loads.ladder import DeviceView, Holder, LoadWish, decide_load
 from relevo.core.memory.demand import Demand
 

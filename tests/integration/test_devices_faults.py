@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from relevo.core.events import Ready, StartFailed
-from relevo.core.leases.ledger import Ledger, Shortfall
+from relevo.core.leases.lease import Shortfall
+from relevo.core.leases.ledger import Ledger
 from relevo.devices import faults
 from relevo.devices.events import DeviceEventKind
 from relevo.devices.faults import Faults

@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from relevo.core.errors import DeviceError
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.device import Device
 from relevo.devices.events import DeviceEvent, DeviceEventKind
 from relevo.devices.nvidia import NvidiaDevice, list_cards

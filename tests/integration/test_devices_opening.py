@@ -10,7 +10,8 @@ import pynvml
 import pytest
 
 from relevo.core.errors import DeviceError
-from relevo.core.leases.ledger import Lease, Ledger, Shortfall
+from relevo.core.leases.lease import Lease, Shortfall
+from relevo.core.leases.ledger import Ledger
 from relevo.devices.device import DeviceKind
 from relevo.devices.ggml import EngineDevice, EngineDeviceFacts, EngineFacts
 from relevo.devices.nvidia import NvidiaDevice

@@ -15,7 +15,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from relevo.core.leases.ledger import Lease, Ledger, Shortfall
+from relevo.core.leases.lease import Lease, Shortfall
+from relevo.core.leases.ledger import Ledger
 from relevo.devices.device import Device
 from relevo.devices.events import DeviceEvent
 from relevo.devices.nvidia import NvidiaDevice

@@ -42,7 +42,9 @@ from relevo.core.handover import (
     on_route_lost,
 )
 from relevo.core.lane import Full, Lane
-from relevo.core.leases.ledger import Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.leases.lease import Lease, LeaseState, Shortfall
+from relevo.core.leases.ledger import Ledger
+from relevo.core.leases.reading import Reading
 from relevo.core.leases.tally import Tally
 from relevo.core.request import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, advance
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from relevo.core.errors import OurBug
-from relevo.core.leases.ledger import TRANSITIONS, Lease, LeaseState, Ledger, Reading, Shortfall
+from relevo.core.leases.lease import TRANSITIONS, Lease, LeaseState, Shortfall
+from relevo.core.leases.ledger import Ledger
 from relevo.core.leases.pressure import PressureStage
+from relevo.core.leases.reading import Reading
 from relevo.core.leases.reserve import Want, reserve
 
 GIB = 1 << 30

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from relevo.core.leases.ledger import Lease, Ledger, Reading
+from relevo.core.leases.lease import Lease
+from relevo.core.leases.ledger import Ledger
+from relevo.core.leases.reading import Reading
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from relevo.core.errors import OurBug
-from relevo.core.leases.ledger import Lease, Ledger, Reading, Shortfall
+from relevo.core.leases.lease import Lease, Shortfall
+from relevo.core.leases.ledger import Ledger
 from relevo.core.leases.pressure import PressureStage
+from relevo.core.leases.reading import Reading
 
 GIB = 1 << 30
 TOTAL = 24 * GIB

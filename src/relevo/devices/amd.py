@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.core.units import size_text
 from relevo.devices.device import gone
 from relevo.devices.host import memory_available

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Protocol, runtime_checkable
 
 from relevo.core.described import Described
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.events import DeviceEvent
 
 CARD_LAG_S: Final = 1.5

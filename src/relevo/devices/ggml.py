@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from relevo.core.errors import DeviceError
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.amd import find_amd_card
 from relevo.devices.device import CARD_LAG_S, DeviceKind, gone
 from relevo.devices.device import STALE_AFTER_S as KERNEL_STALE_AFTER_S

@@ -13,7 +13,7 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.core.memory.repack import ALL_TYPES, instructions_in, repacked_types
 from relevo.core.units import size_text
 from relevo.devices.cgroups import ControlGroups, MemoryLimit

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from relevo.core.errors import DeviceError
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind, gone
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox
 from relevo.devices.host import memory_available

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from relevo.core.errors import DeviceError
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.ballast import registered_pids
 from relevo.devices.device import CARD_LAG_S, STALE_AFTER_S, DeviceKind, gone
 from relevo.devices.events import DeviceEvent, DeviceEventKind, EventBox

@@ -10,7 +10,8 @@ from relevo.core.breaker import Breaker
 from relevo.core.described import Described
 from relevo.core.errors import OurBug
 from relevo.core.events import Ready, StartModel
-from relevo.core.leases.ledger import Lease, LeaseState, Ledger
+from relevo.core.leases.lease import Lease, LeaseState
+from relevo.core.leases.ledger import Ledger
 from relevo.core.loads.ladder import LoadVerdict
 from relevo.core.loads.wish import CPU_ROUTES
 from relevo.core.memory.demand import Demand

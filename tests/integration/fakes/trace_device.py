@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relevo.core.leases.ledger import Reading
+from relevo.core.leases.reading import Reading
 from relevo.devices.device import DeviceKind
 from relevo.devices.events import DeviceEvent
 

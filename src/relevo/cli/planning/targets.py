@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from relevo.core.errors import ConfigError
-from relevo.core.leases.ledger import Ledger, Reading
+from relevo.core.leases.ledger import Ledger
+from relevo.core.leases.reading import Reading
 from relevo.core.loads.wish import DeviceView, Holder
 from relevo.core.units import size_text
 

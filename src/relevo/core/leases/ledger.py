@@ -12,25 +12,13 @@ from relevo.core.described import move
 from relevo.core.errors import OurBug
 from relevo.core.leases.belief import Belief
 from relevo.core.leases.external import External
-from relevo.core.leases.lag import RETURNS_WITHIN_S, HeldWindow, Returns
+from relevo.core.leases.lag import HeldWindow, Returns
 from relevo.core.leases.lease import TRANSITIONS, Holding, Lease, LeaseState, Shortfall
 from relevo.core.leases.ledger_view import LedgerView
 from relevo.core.leases.pressure import Pressure, PressureGauge, PressureStage
 from relevo.core.leases.reading import Reading
 from relevo.core.leases.tally import Tally
 from relevo.core.units import size_text
-
-__all__ = [
-    "RETURNS_WITHIN_S",
-    "TRANSITIONS",
-    "Holding",
-    "Lease",
-    "LeaseState",
-    "Ledger",
-    "LedgerView",
-    "Reading",
-    "Shortfall",
-]
 
 _S = LeaseState
 
