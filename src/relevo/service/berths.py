@@ -23,6 +23,14 @@ from relevo.processes.identity import Identity
 from relevo.service.routes import Route, ServedModel
 from relevo.service.scales import Scales
 
+MIB = 1 << 20
+LARGE_BYTES, LARGE_HOST_BYTES = 16 * MIB, 64 * MIB
+"""Changes of free memory for which the ladder is asked at once; free RAM is never still."""
+SMALL_CHANGES_S = 5.0
+"""For smaller ones it is asked so often."""
+REFRESHED_S = 60.0
+"""A refusal is never older than this, whatever its figures."""
+
 
 @dataclass(slots=True)
 class HeldDevice:
@@ -117,6 +125,52 @@ class Life:
         return next((lease for at, lease in self.leases if at is held and lease.state is not LeaseState.RELEASED), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a verdict depended on when the ladder said no; while that stays the same it need not be asked again."""
+
+    figures: Figures
+    reason: str
+    at: float
+    """Monotonic."""
+
+    def stands(self, figures: Figures, now: float) -> bool:
+        """Whether it would say the same. Small changes, which are always there, are looked at now and then only."""
+        changed = self.figures.change_to(figures)
+        return changed is not Change.LARGE and now - self.at < (SMALL_CHANGES_S if changed else REFRESHED_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a verdict depends on."""
+
+    states: object
+    device: tuple[int | None, ...]
+    """Bytes: available, the largest block, and what each holder has."""
+    host_bytes: int | None
+    """Available."""
+
+    def change_to(self, other: Figures) -> Change | None:
+        """How far these differ from later ones; None: nothing that matters."""
+        if self.states != other.states or len(self.device) != len(other.device):
+            return Change.LARGE
+        pairs = [*zip(self.device, other.device, strict=True)]
+        if any((a is None) != (b is None) for a, b in [*pairs, (self.host_bytes, other.host_bytes)]):
+            return Change.LARGE
+        device = max((abs((a or 0) - (b or 0)) for a, b in pairs), default=0)
+        host = abs((self.host_bytes or 0) - (other.host_bytes or 0))
+        if device >= LARGE_BYTES or host >= LARGE_HOST_BYTES:
+            return Change.LARGE
+        return Change.SMALL if device >= MIB else None
+
+
+class Change(Described):
+    """How far a device's figures moved."""
+
+    SMALL = "small", "Somebody's window was moved: looked at now and then."
+    LARGE = "large", "It may be enough for another verdict: looked at at once."
+
+
 @dataclass(slots=True)
 class Berth:
     """A route's place in the fleet."""
@@ -141,11 +195,16 @@ class Berth:
     life: Life | None = None
     verdict: LoadVerdict | None = None
     """The ladder's last word on it."""
-    refused_at: object = None
-    """The figures by which the ladder last said no."""
+    refusal: Refusal | None = None
+    """The ladder's last no."""
+    said: str | None = None
+    """What was last logged of why it does not start, without its figures."""
+    room_until: float | None = None
+    """Until then what comes free on its device is for this route: somebody was ended for it. Monotonic."""
     kept: list[tuple[HeldDevice, Lease]] = field(default_factory=list)
     """Leases of a resting worker."""
     known_answer: list[int] | None = None
+    """To the fixed probe, of the present worker."""
     probing: bool = False
     last_used: float = field(default_factory=time.monotonic)
     wanted_at: float | None = None
@@ -154,6 +213,11 @@ class Berth:
     load_s: float | None = None
     proved: bool = False
     """Whether a real inference ran on it since the service started."""
+
+    @property
+    def used_at(self) -> float:
+        """When it last had work, or began to serve. Monotonic."""
+        return max(self.last_used, self.route.used_at)
 
     def __repr__(self) -> str:
         return f"<Berth {self.route.replica.name} on {self.held.name}: {self.posture}>"

@@ -170,7 +170,7 @@ class Dispatcher:
         route.replica.submit(frame)
         now = self._clock()
         work.attempt += 1
-        work.attempt_started = now
+        work.attempt_started = route.used_at = now
         work.first_output_at = None
         old = work.move(RequestState.RUNNING)
         change = ChangeState(id=work.request_id, old=str(old), new=str(work.state), at=self._wall())
@@ -272,7 +272,8 @@ class Dispatcher:
 
     def _let_go(self, route: Route, work: Work) -> None:
         """The attempt holds nothing on the route any more. Safe to call twice."""
-        route.running.pop(work.request_id, None)
+        if route.running.pop(work.request_id, None) is not None:
+            route.used_at = self._clock()
         route.lane.leave(work.request_id)
         self._growth.let_go(route, work)
 

@@ -18,6 +18,7 @@ from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
 from relevo.replicas.process import ProcessLimits
 from relevo.replicas.replica import Replica, ReplicaNotServing
+from relevo.replicas.state import ReplicaState
 from relevo.service.berths import Berth, HeldDevice, Posture
 from relevo.service.dispatcher import Dispatcher
 from relevo.service.identity import Identities
@@ -102,14 +103,13 @@ class Fleet:
         berth = self.berth_of(replica)
         berth.first.set()
         berth.route.renew_cells(ready)
-        berth.posture = Posture.WANTED
         berth.proved = True
         berth.load_s = ready.load_ms / 1000
         berth.last_used = time.monotonic()
         self._settle(berth, ready)
         self._metrics.worker_up.labels(replica.model, replica.route).set(1)
         self._changed()
-        berth.known_answer = berth.known_answer or ready.probe_tokens
+        berth.known_answer = ready.probe_tokens  # one that differs from earlier workers' is found by its fingerprint
         self._tasks.create_task(self._identify(berth, ready), name=f"identity of {replica.name}")
         if berth.held.breaker.state is BreakerState.CLOSED:
             self._dispatcher.pump(berth.route)
@@ -208,6 +208,9 @@ class Fleet:
         if berth.life is not None and berth.life.identity is not None:
             for held, lease in berth.life.leases:
                 held.ledger.drain(lease)
+        if berth.posture is Posture.LEAVING:
+            berth.posture = Posture.EVICTED
+        berth.leaves_by = berth.route.closed_reason = None
         self._learning.lost(berth, death)
         if death.kind is not None:
             self._note(berth.held.breaker.fault(death.kind, time.monotonic(), source=replica.name))
@@ -242,7 +245,9 @@ class Fleet:
         held.breaker.probe_soon(time.monotonic())
         for berth in self.berths.values():
             if berth.held is held and berth.route.replica.ready is None and berth.shown:
-                berth.route.waiting_reason = None
+                if berth.route.replica.state is ReplicaState.GIVEN_UP:
+                    berth.route.waiting_reason = None
+                berth.refusal = None
                 berth.route.replica.resume()
         self._changed()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,8 @@ class Learning:
         self._engine = engine
         self._lessons = Lessons()
         self._known: dict[tuple[Key, Circumstances, Tier], Learned] = {}
+        self._lock = threading.Lock()
+        """Loads are weighed in threads while the loop adds what others taught."""
         self._known_at = 0.0
 
     async def recall(self) -> None:
@@ -74,14 +77,15 @@ class Learning:
         def learned(start: StartModel, tier: Tier) -> Learned:
             key, under = key_of(start, held), self._circumstances(held)
             now = time.time()
-            if now - self._known_at > KNOWN_FOR_S:
-                self._known.clear()
-                self._known_at = now
-            known = self._known.get((key, under, tier))
-            if known is None:
-                known = self._lessons.learned(key, under, predicted_by=tier, start=first, floors=floors, now=now)
-                self._known[key, under, tier] = known
-            return known
+            with self._lock:
+                if now - self._known_at > KNOWN_FOR_S:
+                    self._known.clear()
+                    self._known_at = now
+                known = self._known.get((key, under, tier))
+                if known is None:
+                    known = self._lessons.learned(key, under, predicted_by=tier, start=first, floors=floors, now=now)
+                    self._known[key, under, tier] = known
+                return known
 
         return learned
 
@@ -146,8 +150,9 @@ class Learning:
             life.loaded_bytes = observed
 
     def _add(self, record: Record) -> None:
-        self._lessons.add(record)
-        self._known.clear()
+        with self._lock:
+            self._lessons.add(record)
+            self._known.clear()
         kept = AddMeasurement(
             key=record.key.text,
             engine=record.under.engine_build,

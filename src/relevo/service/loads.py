@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -16,26 +17,32 @@ import msgspec
 from relevo.core.breaker import BreakerState
 from relevo.core.leases.lease import Lease, LeaseState, Shortfall
 from relevo.core.leases.reserve import Want, reserve
+from relevo.core.loads.eviction import RETURNS_WITHIN_S
 from relevo.core.loads.ladder import DeviceView, Holder, LoadVerdict, LoadWish, Step, decide_load, may_restore
 from relevo.core.loads.room import largest_piece_bytes
 from relevo.core.memory.demand import Demand
 from relevo.replicas.dry_run import DryRuns
-from relevo.service.berths import Berth, HeldDevice, Life, Posture
+from relevo.service.berths import Berth, Figures, HeldDevice, Life, Posture, Refusal
 from relevo.service.scales import Scales
 
 _log = logging.getLogger("relevo.loads")
 
 RETRY_S = 1.0
+SOON_S = 0.25
+"""Memory is coming back: it is looked at as often as the device is read."""
 LOADING_S = 0.05
 EVICT_IDLE_S = 5.0
-"""A replica that was used more recently is not idle enough to give way."""
+"""A replica that was used more recently is not idle enough to give way; nor one that takes longer to load again."""
+ROOM_S = 10.0
+"""How long memory that somebody was ended for is kept for the one that asked; a worker's death and return take less."""
+RETURNING_S = 1.0
+"""How soon memory of ended workers is expected to be seen back."""
+ENDED = "a worker that has ended"
 WANTED_S = 60.0
 """How long a request that had to go elsewhere counts as a wish for its model."""
 CALM_S = 5.0
 """How long a device must have been calm before more is loaded on it than it holds."""
 DRY_RUN_ROUNDS = 4
-HOST_STEP_BITS = 6
-"""Free RAM changes all the time; steps of 64 MiB are looked at anew."""
 DRY_RUNS_AT_ONCE = 24
 
 
@@ -53,12 +60,13 @@ class Loads:
         while True:
             wait_s = self._hindrance(berth)
             if wait_s is None:
-                life = await self._try(berth, incarnation)
-                if life is not None:
+                granted = await self._try(berth, incarnation)
+                if isinstance(granted, Life):
                     berth.posture = Posture.WANTED
-                    berth.route.waiting_reason = berth.route.closed_reason = None
-                    return life
-                wait_s = RETRY_S
+                    berth.route.waiting_reason = berth.route.closed_reason = berth.said = None
+                    berth.room_until = berth.refusal = None
+                    return granted
+                wait_s = granted
             await asyncio.sleep(wait_s)
 
     # ------------------------------------------------------------ what stands in the way
@@ -72,9 +80,22 @@ class Loads:
             berth.route.waiting_reason = Posture.DORMANT.sentence
             berth.first.set()
             return LOADING_S
-        if self._others_load(berth):
+        other = self._other_loading(berth)
+        if other is not None:
+            berth.route.waiting_reason = f"It starts after {other.route.replica.name}, which is being loaded."
             return LOADING_S
-        return self._breaker_wait_s(berth)
+        wait_s = self._breaker_wait_s(berth)
+        return self._promised_wait_s(berth) if wait_s is None else wait_s
+
+    def _promised_wait_s(self, berth: Berth) -> float | None:
+        """Memory that somebody was ended for is not for whoever happens to look first, least of all that somebody."""
+        now = time.monotonic()
+        for other in self.berths.values():
+            promised = other.held is berth.held and other.life is None and (other.room_until or 0.0) > now
+            if promised and other is not berth:
+                self.hold_back(berth, f"What comes free on {berth.held.name} is for {other.route.replica.name}.")
+                return SOON_S
+        return None
 
     def _breaker_wait_s(self, berth: Berth) -> float | None:
         breaker = berth.held.breaker
@@ -87,14 +108,14 @@ class Loads:
         self.hold_back(berth, f"The breaker of {berth.held.name} is open: {breaker.cause}")
         return min(wait_s, RETRY_S) if wait_s is not None else RETRY_S
 
-    def _others_load(self, berth: Berth) -> bool:
+    def _other_loading(self, berth: Berth) -> Berth | None:
         """Two loads at once could not be told apart in what the device reports."""
-        return any(other.loading for other in self.berths.values() if other.held is berth.held)
+        return next((other for other in self.berths.values() if other.held is berth.held and other.loading), None)
 
     def wish(self, model: str) -> None:
         """A request for this model had to go elsewhere than its preferred route."""
         for berth in self.berths.values():
-            if berth.model.name == model and berth.life is None and berth.whole is None:
+            if berth.model.name == model and berth.life is None and berth.whole is None and berth.twin is not None:
                 berth.wanted_at = time.monotonic()
 
     @staticmethod
@@ -110,35 +131,61 @@ class Loads:
     def hold_back(self, berth: Berth, reason: str) -> None:
         """It does not load now, and why."""
         berth.first.set()  # nobody else waits for one that cannot start
-        if berth.route.waiting_reason != reason:
-            berth.route.waiting_reason = reason
-            _log.warning("%s is not started: %s", berth.route.replica.name, reason)
-            self._changed()
+        if berth.route.waiting_reason == reason:
+            return
+        berth.route.waiting_reason = reason
+        gist = _FIGURES.sub("", reason)
+        level = logging.DEBUG if gist == berth.said else logging.WARNING  # other figures are no news
+        berth.said = gist
+        _log.log(level, "%s is not started: %s", berth.route.replica.name, reason)
+        self._changed()
 
     # ------------------------------------------------------------ the ladder
 
-    async def _try(self, berth: Berth, incarnation: int) -> Life | None:
+    async def _try(self, berth: Berth, incarnation: int) -> Life | float:
+        """What was leased for it, or seconds to wait before asking again."""
         if berth.kept:
             return self._wake(berth, incarnation)
         figures = self._figures_of(berth)
-        if figures == berth.refused_at:
-            return None  # nothing changed since the ladder said no
-        berth.refused_at = figures
-        verdict = await self._decide(berth)
-        berth.verdict = verdict
-        if not verdict.loads_on_device or (berth.whole is not None and not berth.is_part(verdict.start)):
-            self.hold_back(berth, verdict.reason)
-            return None
-        if not verdict.starts_now:
-            self._make_room(berth, verdict)
-            return None
-        if self._others_load(berth):
-            return None
+        if berth.refusal is not None and berth.refusal.stands(figures, time.monotonic()):
+            self.hold_back(berth, berth.refusal.reason)  # the breaker, or another load, may have stood there meanwhile
+            return self._patience_s(berth)
+        berth.refusal = None
+        berth.verdict = verdict = await self._decide(berth)
+        refused = self._why_refused(berth, verdict)
+        if refused is not None:
+            berth.room_until = None
+        elif verdict.starts_now:
+            return self._take(berth, verdict, incarnation)
+        elif not self._make_room(berth, verdict):
+            return SOON_S
+        reason = refused or verdict.reason
+        berth.refusal = Refusal(figures, reason, time.monotonic())
+        self.hold_back(berth, reason)
+        return self._patience_s(berth)
+
+    @staticmethod
+    def _why_refused(berth: Berth, verdict: LoadVerdict) -> str | None:
+        if not verdict.loads_on_device:
+            return verdict.reason
+        if berth.whole is not None and not berth.is_part(verdict.start):
+            return "The whole model fits its device again, so no part of it is loaded."
+        return None
+
+    @staticmethod
+    def _patience_s(berth: Berth) -> float:
+        """How long until it is asked again: what is coming back is waited for more closely."""
+        verdict = berth.verdict
+        return SOON_S if verdict is not None and (verdict.waits_s > 0 or verdict.evict) else RETRY_S
+
+    def _take(self, berth: Berth, verdict: LoadVerdict, incarnation: int) -> Life | float:
+        """The leases of a verdict, if all is still as it was when it was decided."""
+        if self._other_loading(berth) is not None:
+            return LOADING_S
         taken = self._reserve(berth, verdict)
         if isinstance(taken, Shortfall):
             self.hold_back(berth, f"Memory is short: {taken.reason}")
-            return None
-        berth.refused_at = None
+            return RETRY_S
         return Life(incarnation, verdict, taken)
 
     async def _decide(self, berth: Berth) -> LoadVerdict:
@@ -169,19 +216,15 @@ class Loads:
             berth.weigh,
         )
 
-    def _figures_of(self, berth: Berth) -> object:
-        """What a verdict depends on, coarsely: while it is the same the ladder need not be asked again."""
+    def _figures_of(self, berth: Berth) -> Figures:
+        """What a verdict depends on: while it is the same the ladder need not be asked again."""
         device, host = self.view_of(berth.held, berth), self.view_of(berth.host, berth)
-        free = [None if view.available_bytes is None else view.available_bytes >> 20 for view in (device, host)]
-        holders = [(h.holder, h.bytes_ >> 20, h.evictable, h.idle, h.frees_in_s) for h in device.holders]
-        host_free = None if free[1] is None else free[1] >> HOST_STEP_BITS
-        return (
-            free[0],
-            device.largest_block_bytes,
-            device.pressure,
-            host_free,
-            holders,
-            berth.scales.learned(berth.start),
+        states = [(h.holder, h.evictable, h.idle, h.frees_in_s) for h in device.holders]
+        twin_held = berth.twin is not None and berth.twin.leased_bytes > 0
+        return Figures(
+            states=(device.pressure, states, twin_held, berth.scales.learned(berth.start)),
+            device=(device.available_bytes, device.largest_block_bytes, *(h.bytes_ for h in device.holders)),
+            host_bytes=host.available_bytes,
         )
 
     @staticmethod
@@ -218,29 +261,37 @@ class Loads:
             largest_block_bytes=view.largest_block_bytes,
             reason=view.reason,
             pressure=str(view.stage),
-            holders=tuple(
-                self._holder(berth, lease, asking, now)
-                for berth in self.berths.values()
-                if berth.life is not None and (lease := berth.life.lease_on(held)) is not None
+            holders=(
+                *(
+                    self._holder(berth, lease, asking, now)
+                    for berth in self.berths.values()
+                    if berth.life is not None and (lease := berth.life.lease_on(held)) is not None
+                ),
+                *_returning(view.returning_bytes),
             ),
         )
 
     def view_for_relief(self, held: HeldDevice) -> DeviceView:
         """The same, where memory has to go back to other programs: nobody asks, and everybody here may have to go."""
         view = self.view_of(held, None)
-        return msgspec.structs.replace(
-            view,
-            holders=tuple(
-                msgspec.structs.replace(holder, evictable=True, shrinks_to_bytes=0 if not holder.idle else None)
-                for holder in view.holders
-            ),
-        )
+        return msgspec.structs.replace(view, holders=tuple(self._for_relief(holder) for holder in view.holders))
+
+    def _for_relief(self, holder: Holder) -> Holder:
+        berth = self.berths.get(holder.holder)
+        if berth is None:
+            return holder  # nobody's any more
+        if berth.posture is Posture.LEAVING and berth.leaves_by is not None:
+            left_s = max(0.0, berth.leaves_by - time.monotonic())
+            return msgspec.structs.replace(holder, frees_in_s=min(left_s, RETURNS_WITHIN_S))
+        idle = holder.idle or berth.loading  # a load under way is nobody's work
+        return msgspec.structs.replace(holder, idle=idle, evictable=True, shrinks_to_bytes=None if idle else 0)
 
     def _holder(self, berth: Berth, lease: Lease, asking: Berth | None, now: float) -> Holder:
-        idle_s = now - berth.last_used
+        idle_s = now - berth.used_at
         wanted = asking is not None and (
-            berth.model is asking.model or (self._is_wanted(asking) and (asking.wanted_at or now) > berth.last_used)
+            berth.model is asking.model or (self._is_wanted(asking) and (asking.wanted_at or now) > berth.used_at)
         )
+        long_idle = idle_s >= max(EVICT_IDLE_S, berth.load_s or 0.0)
         return Holder(
             holder=berth.route.replica.name,
             bytes_=lease.counted_bytes,
@@ -248,7 +299,7 @@ class Loads:
             idle_s=idle_s,
             priority=berth.model.config.priority,
             reload_s=berth.load_s,
-            evictable=berth.held is not berth.host and idle_s >= EVICT_IDLE_S and wanted,
+            evictable=berth.held is not berth.host and long_idle and wanted,
             frees_in_s=1.0 if lease.state in (LeaseState.DRAINING, LeaseState.ORPHAN) else None,
         )
 
@@ -265,10 +316,16 @@ class Loads:
 
     # ------------------------------------------------------------ making room
 
-    def _make_room(self, berth: Berth, verdict: LoadVerdict) -> None:
-        self.hold_back(berth, verdict.reason)
-        for holder in verdict.evict:
-            self.evict(self.berths[holder.holder], f"It was idle and gave its memory to {berth.route.replica.name}.")
+    def _make_room(self, berth: Berth, verdict: LoadVerdict) -> bool:
+        """End whom the verdict names. Returns False where one of them has got work since it was decided."""
+        gone = [self.berths[holder.holder] for holder in verdict.evict]
+        if any(other.busy or not other.route.serving for other in gone):
+            return False
+        if gone:
+            berth.room_until = time.monotonic() + ROOM_S
+        for other in gone:
+            self.evict(other, f"It was idle and gave its memory to {berth.route.replica.name}.")
+        return True
 
     def evict(self, berth: Berth, reason: str) -> None:
         """End an idle worker, so that others have its memory. Its lease returns when the memory has."""
@@ -289,6 +346,11 @@ class Loads:
             berth.weigh,
         )
         return better is not None
+
+    @staticmethod
+    def superfluous(berth: Berth) -> bool:
+        """Whether a part of a model is on the device beside the whole of it, and does nothing."""
+        return berth.life is not None and berth.whole is not None and berth.whole.route.serving and not berth.busy
 
     @staticmethod
     def _has_been_calm(held: HeldDevice) -> bool:
@@ -316,6 +378,14 @@ class Loads:
         for held, lease in kept:
             held.ledger.begin(lease)
         return Life(incarnation, berth.verdict, kept)
+
+
+_FIGURES = re.compile(r"[\d.]+( [KMGT]iB)?")
+
+
+def _returning(bytes_: int) -> tuple[Holder, ...]:
+    """Memory of ended workers that is not seen back yet: whoever needs it waits, and nobody is ended for it."""
+    return (Holder(holder=ENDED, bytes_=bytes_, frees_in_s=RETURNING_S),) if bytes_ > 0 else ()
 
 
 def _want(held: HeldDevice, berth: Berth, holder: str, demand: Demand, verdict: LoadVerdict) -> Want:

@@ -54,6 +54,8 @@ class Route:
         self.cell_bytes: float | None = None
         """What one cell takes of the device's memory; None while it is not known."""
         self.running: dict[str, Work] = {}
+        self.used_at = 0.0
+        """When work last began or ended on it; monotonic."""
         self.replica: Replica  # set once by whoever builds the house
         self.fingerprint: str | None = None
         self.waiting_reason: str | None = None

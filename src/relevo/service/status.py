@@ -171,8 +171,11 @@ class StatusBoard:
 
     def _way(self, route: Route) -> Way:
         view = self.view(route)
-        rests = self.fleet.berths[route.replica.name].posture is Posture.RESTING  # and is loaded when work comes
-        return Way(route.name, view.open or rests, returns=view.state is not RouteState.GIVEN_UP)
+        return Way(route.name, view.open or self._rests(route), returns=view.state is not RouteState.GIVEN_UP)
+
+    def _rests(self, route: Route) -> bool:
+        """Whether it takes work although no worker runs: it is loaded when work comes."""
+        return self.fleet.berths[route.replica.name].posture is Posture.RESTING
 
     @staticmethod
     def standby_view(standby: Standby | NoStandby) -> dict[str, Any] | None:
@@ -347,7 +350,7 @@ class StatusBoard:
         """Whether any route serves, and what to say about it."""
         if draining:
             return False, {"status": "draining", "degraded": True}
-        serving = [r for m in self._models.values() for r in m.routes.values() if r.serving]
+        serving = [r for m in self._models.values() for r in m.routes.values() if r.serving or self._rests(r)]
         trouble = self._trouble()
         degraded = trouble is not None or any(m.degraded for m in self._models.values())
         if serving:

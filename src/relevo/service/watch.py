@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from relevo.core.described import named
 from relevo.core.leases.lease import LeaseState
@@ -48,7 +51,7 @@ class Watch:
         self._read_at: dict[str, float] = {}
         self._sleep = SleepDetector(read_clocks())
         self._restored_at = 0.0
-        self._kept_warm: dict[str, mmap.mmap] = {}
+        self._kept_warm: dict[str, tuple[tuple[int, int], mmap.mmap]] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -79,11 +82,13 @@ class Watch:
         except TimeoutError:
             silent = f"{held.name} did not answer within {READ_TIMEOUT_S:g} s."
             reading = Reading(None, None, read_at=time.monotonic(), reason=silent)
+        except OSError as e:
+            reading = Reading(None, None, read_at=time.monotonic(), reason=f"{held.name} could not be read: {e}.")
         held.ledger.observe(reading)
-        self._read_at[held.name] = time.monotonic()
-        now = time.monotonic()
+        now = self._read_at[held.name] = time.monotonic()
         stage = held.ledger.assess(now).stage
-        if stage is not PressureStage.CALM:
+        untold = stage is PressureStage.UNKNOWN and held.ledger.available_bytes is not None  # by declaration only
+        if stage is not PressureStage.CALM and not untold:
             held.calm_since = None
         elif held.calm_since is None:
             held.calm_since = now
@@ -146,12 +151,11 @@ class Watch:
         if pressure.stage is not PressureStage.CRITICAL or pressure.slack_bytes is None or not here:
             return
         need_bytes = (pressure.headroom_bytes or 0) - pressure.slack_bytes
-        if any(berth.posture is Posture.LEAVING for berth in here):
-            return
         for each in who_yields(self._fleet.loads.view_for_relief(held), need_bytes):
             berth = self._fleet.berths[each.holder.holder]
             if each.way is Way.EVICT:
-                self._fleet.loads.evict(berth, f"Another program took the memory of {held.name}. {each.sentence}")
+                why = "It was still being loaded." if berth.loading else each.sentence
+                self._fleet.loads.evict(berth, f"Another program took the memory of {held.name}. {why}")
             else:
                 self._leave(berth, held)
 
@@ -169,18 +173,33 @@ class Watch:
         for berth in berths:
             if berth.posture is not Posture.LEAVING or berth.route.replica.ready is None:
                 continue
+            if berth.held.ledger.stage is PressureStage.CALM:
+                self._stay(berth)
+                continue
             done = not berth.route.running
             if done or (berth.leaves_by is not None and time.monotonic() >= berth.leaves_by):
                 reason = berth.route.closed_reason or Posture.LEAVING.sentence
                 berth.posture = Posture.EVICTED
                 berth.route.replica.kill(reason, None)
 
+    def _stay(self, berth: Berth) -> None:
+        """The other program gave the memory back before this one had left."""
+        _log.info("%s stays: %s is calm again.", berth.route.replica.name, berth.held.name)
+        berth.posture = Posture.WANTED
+        berth.leaves_by = berth.route.closed_reason = None
+        self._dispatcher.pump(berth.route)
+
     # ------------------------------------------------------------ room is back
 
     def _restore(self) -> None:
         """Loads that were reduced, or put in parts, are loaded again in full when they are idle and it fits."""
+        loads = self._fleet.loads
         for berth in self._fleet.berths.values():
-            if berth.life is not None and berth.route.serving and self._fleet.loads.restorable(berth):
+            if berth.life is None or not berth.route.serving:
+                continue
+            if loads.superfluous(berth):
+                berth.route.replica.kill("The whole model is on the device, so this part of it is not needed.", None)
+            elif loads.restorable(berth):
                 berth.route.replica.kill("There is room for all of it again, so it is loaded anew.", None)
 
     # ------------------------------------------------------------ rest of CPU routes
@@ -192,7 +211,7 @@ class Watch:
 
     def _may_rest(self, berth: Berth) -> bool:
         model = berth.model
-        idle_s = time.monotonic() - berth.last_used
+        idle_s = time.monotonic() - berth.used_at
         serving = berth.route.serving and not berth.busy and berth.posture is Posture.WANTED and berth.proved
         others = any(route.serving for route in model.routes.values() if route is not berth.route)
         return (
@@ -205,6 +224,8 @@ class Watch:
         if wished != "auto":
             return named(Readiness, wished)
         view = self._fleet.loads.view_of(berth.held, berth)
+        if view.available_bytes is not None:  # what it holds already need not be there once more
+            view = msgspec.structs.replace(view, available_bytes=view.available_bytes + berth.leased_bytes)
         plan = choose_standby(berth.model.config.recovery_budget_s, None, berth.load_s, berth.start_bytes, view)
         return plan.readiness
 
@@ -218,10 +239,15 @@ class Watch:
 
     def _keep_pages(self, berth: Berth) -> None:
         """Map the model's file and ask the kernel to keep its pages near."""
-        path = Path(berth.start.path)
-        if berth.model.name in self._kept_warm or not path.exists():
+        name = berth.model.name
+        try:
+            with Path(berth.start.path).open("rb") as file:
+                status = os.fstat(file.fileno())
+                if name in self._kept_warm and self._kept_warm[name][0] == (status.st_dev, status.st_ino):
+                    return
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as e:  # gone, or empty: the next load will say what is wrong with it
+            _log.warning("The pages of %s cannot be kept near: %s", berth.start.path, e)
             return
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
-        self._kept_warm[berth.model.name] = mapped
+        self._kept_warm[name] = ((status.st_dev, status.st_ino), mapped)

@@ -282,7 +282,9 @@ class _Ladder:
         """Why it does not fit as it was asked for, with what the pressure forbids."""
         why = why_not(self.scales.load(self.wish.start), self.now, self.device, self.host)
         if self.device.pressure == "critical":
-            return f"Other programs have taken the memory of {self.device.name}, so nothing is loaded there. {why}"
+            fits = self.now.holds(self.scales.load(self.wish.start))
+            taken = f"Other programs have taken the memory of {self.device.name}, so nothing is loaded there"
+            return f"{taken}." if fits else f"{taken}. {why}"
         if self.device.pressure == "tight":
             return f"{why} Other programs want memory of {self.device.name}, so nothing is ended there for a load."
         return why
