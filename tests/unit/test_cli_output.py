@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from relevo.cli.output import bytes_text, duration_text, figure, plain, short
-from relevo.cli.requests import _only, _print_record
+from relevo.cli.requests import _only, _print_record, weighed_text
 from relevo.cli.running import local_url
 from relevo.cli.serve import curl_line, render_announcement
 from relevo.cli.status import breaker_text, certificate_text, kind_text, render_status
@@ -158,3 +158,12 @@ def test_a_record_shows_its_handover_and_answer(capsys: pytest.CaptureFixture[st
     for part in ("Paris.", "gpu to cpu at token 0", "killed", "120 ms", "The GPU is gone."):
         assert part in text
     assert "\x1b" not in text
+
+
+def test_a_request_says_by_which_figures_it_was_admitted() -> None:
+    weighed = {"verdict": "admit", "need_cells": 36, "need_bytes": 855_360, "free_cells": 8000, "total_cells": 8192}
+    said = weighed_text({**weighed, "standby": "cpu"})
+    assert said == "admit: 36 cells (835 KiB) of 8000 free, 8192 in all; standby cpu"
+    alone = weighed_text({**weighed, "standby": None, "no_standby_reason": "This model has no other route."})
+    assert alone is not None and alone.endswith("; no standby: This model has no other route.")
+    assert weighed_text(None) is None

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from relevo.cli.output import (
     ago_text,
+    bytes_text,
     complain,
     console,
     duration_text,
@@ -239,6 +240,7 @@ def _print_record(record: dict[str, Any]) -> None:
         ("created", time_text(record.get("created"))),
         ("ended", time_text(record.get("ended")) if record.get("ended") else None),
         ("attempts", record.get("attempts")),
+        ("weighed", weighed_text(record.get("weighed"))),
         ("parked", (relevo.get("parked") or {}).get("reason")),
         ("kept until", time_text(record["kept_until"]) if record.get("kept_until") else None),
     ]
@@ -278,6 +280,17 @@ def _route_text(relevo: dict[str, Any]) -> str | None:
     device = f" on {relevo['device']}" if relevo.get("device") else ""
     reason = f", degraded: {relevo['reason']}" if relevo.get("degraded") and relevo.get("reason") else ""
     return f"{relevo['route']}{device}{reason}"
+
+
+def weighed_text(weighed: dict[str, Any] | None) -> str | None:
+    """By which figures a request was admitted, in a line."""
+    if not weighed:
+        return None
+    size = "" if weighed.get("need_bytes") is None else f" ({bytes_text(weighed['need_bytes'])})"
+    free, total = weighed.get("free_cells"), weighed.get("total_cells")
+    text = f"{weighed.get('verdict')}: {weighed.get('need_cells')} cells{size} of {free} free, {total} in all"
+    standby = weighed.get("standby")
+    return text + (f"; standby {standby}" if standby else f"; no standby: {weighed.get('no_standby_reason')}")
 
 
 def _handover_text(handover: dict[str, Any]) -> str:
