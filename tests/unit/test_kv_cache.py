@@ -164,8 +164,9 @@ def test_repacked_weights_are_a_second_copy_where_the_file_is_mapped() -> None:
     shape = model(FULL, repackable_bytes={"q4_k": 300, "q6_k": 500}, tied_table_bytes=200, tied_table_type="q8_0")
     options = host(repacked_types=X86_TYPES)
     _, here = model_demand(shape, options)
-    assert (here.weights_bytes, here.mapped_bytes) == (1440, 1140)
-    assert here.private_bytes == here.known_bytes - 1140
+    assert (here.weights_bytes, here.mapped_bytes, here.spent_bytes) == (1440, 1140, 300)
+    assert here.private_bytes == here.known_bytes - 840
+    assert here.known_bytes == sum(value or 0 for value in here.parts().values()) - 300, "read once, and never again"
     read = msgspec.structs.replace(options, use_mmap=False)
     assert repacked_bytes(shape, read) == 0
     assert repacked_bytes(msgspec.structs.replace(shape, tied_table_type="q4_k"), read) == 200

@@ -175,7 +175,7 @@ def process_rows(demand: Demand, beside: Demand, load: FullLoad, *, emulated: bo
     """
     ready, seen = load.ready, load.observed
     own = demand.known_bytes - _margin(demand)
-    whole = own + beside.known_bytes - (RESERVED_BYTES if emulated else 0)
+    whole = own + demand.spent_bytes + beside.known_bytes - (RESERVED_BYTES if emulated else 0)
     reserved = own if emulated else None
     return [
         *_engine_rows(demand, load, mapped_bytes=beside.mapped_bytes),

@@ -98,6 +98,7 @@ def _standby_view(plan: Plan) -> dict[str, Any] | None:
         "reasons": plan.cpu.reasons,
         "total_bytes": plan.cpu.total_bytes,
         "mapped_bytes": plan.cpu.mapped_bytes,
+        "spent_bytes": plan.cpu.spent_bytes,
         "private_bytes": plan.cpu.private_bytes,
         "readiness": None if kept is None else str(kept.readiness),
         "lease_bytes": None if kept is None else kept.lease_bytes,
@@ -260,11 +261,15 @@ def parts_table(plan: Plan) -> Any:
                 made.add_row("weights repacked", *(_mib(copy) for copy in copies))
         elif any(value != 0 for value in figures):
             made.add_row(word, *(_mib(value) for value in figures))
+    if any(demand.spent_bytes for _, demand in columns):
+        made.add_row(
+            "  file pages read once", *(f"-{_mib(d.spent_bytes)}" if d.spent_bytes else "-" for _, d in columns)
+        )
     made.add_section()
     totals = [demand.total_bytes for _, demand in columns]
     made.add_row("total", *(_total(total, demand) for total, (_, demand) in zip(totals, columns, strict=True)))
-    if any(demand.mapped_bytes for _, demand in columns):
-        made.add_row("  of it pages of the file", *(_mib(demand.mapped_bytes) for _, demand in columns))
+    if any(demand.cached_bytes for _, demand in columns):
+        made.add_row("  of it pages of the file", *(_mib(demand.cached_bytes) for _, demand in columns))
     return made
 
 

@@ -59,8 +59,8 @@ class Scales:
         of_device, of_host = device.total_bytes, host.total_bytes
         if self._from_storage:
             if start.route in CPU_ROUTES:
-                of_device = None if of_device is None else of_device - device.mapped_bytes
-            of_host = None if of_host is None else of_host - host.mapped_bytes
+                of_device = None if of_device is None else of_device - device.cached_bytes
+            of_host = None if of_host is None else of_host - host.cached_bytes
         return Load(start, device, host, of_device, of_host, largest_piece_bytes(device))
 
 

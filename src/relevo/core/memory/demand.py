@@ -47,7 +47,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on one device. None: not known; `reasons` says why, under the part's name."""
 
     weights_bytes: int | None = 0
-    """Tensors placed here; on a host, those the CPU repacks count once as pages of the file and once as its own."""
+    """Tensors placed here; on a host, those the CPU repacks are in it as pages of the file and as its own."""
     kv_bytes: int | None = 0
     """Keys and values of all cells; allocated whole when the model is loaded."""
     state_bytes: int | None = 0
@@ -68,12 +68,20 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Held back for the error of all of the above."""
     mapped_bytes: int = 0
     """Of the weights, pages of the file that the kernel may drop and read again; the rest is the process' own."""
+    spent_bytes: int = 0
+    """Of the mapped pages, those that are read once, to be repacked. The kernel may have them back for good after the
+    load, so they are in the weights, as the engine counts them, and not in the sum."""
     reasons: dict[str, str] = {}
+
+    @property
+    def cached_bytes(self) -> int:
+        """Pages of the file that are read again and again while it computes."""
+        return self.mapped_bytes - self.spent_bytes
 
     @property
     def private_bytes(self) -> int:
         """Known bytes that only the end of the process gives back: all but the mapped pages."""
-        return self.known_bytes - self.mapped_bytes
+        return self.known_bytes - self.cached_bytes
 
     def parts(self) -> dict[str, int | None]:
         """Every part by its name, in the order of PARTS."""
@@ -82,13 +90,12 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_bytes(self) -> int | None:
         """The sum; None as soon as one part is not known."""
-        known = [value for value in self.parts().values() if value is not None]
-        return sum(known) if len(known) == len(PARTS) else None
+        return None if None in self.parts().values() else self.known_bytes
 
     @property
     def known_bytes(self) -> int:
         """The sum of the known parts: what it takes at least."""
-        return sum(value or 0 for value in self.parts().values())
+        return sum(value or 0 for value in self.parts().values()) - self.spent_bytes
 
 
 def model_demand(shape: ModelShape, options: LoadOptions) -> tuple[Demand, Demand]:
@@ -130,9 +137,11 @@ def _on_host(shape: ModelShape, options: LoadOptions) -> Demand:
     layers, _ = device_layers(shape, options)
     here = slice(0, shape.layer_count - layers)
     _, weights = weights_bytes(shape, options)
+    repacked = repacked_bytes(shape, options)
     return Demand(
-        weights_bytes=_known("weights_bytes", _weights(shape, weights + repacked_bytes(shape, options)), reasons),
+        weights_bytes=_known("weights_bytes", _weights(shape, weights + repacked), reasons),
         mapped_bytes=weights if options.use_mmap else 0,
+        spent_bytes=min(repacked, weights) if options.use_mmap else 0,
         kv_bytes=_known("kv_bytes", _sum(kv_layer_bytes(shape, options), here), reasons),
         state_bytes=_known("state_bytes", _sum(state_layer_bytes(shape, options), here), reasons),
         compute_bytes=_known("compute_bytes", host_compute_bytes(shape, options), reasons),
