@@ -16,7 +16,14 @@ import pytest
 
 from relevo.core.events import Ready, StartModel
 from relevo.core.memory.demand import DEVICE_START, load_options, model_demand
-from relevo.core.memory.dry_run import PRINTED_TO_BYTES, DryRunFigures, DryRunRefused, wants_dry_run, with_dry_run
+from relevo.core.memory.dry_run import (
+    PRINTED_TO_BYTES,
+    STAND_IN,
+    DryRunFigures,
+    DryRunRefused,
+    wants_dry_run,
+    with_dry_run,
+)
 from relevo.core.memory.tier import Tier
 from relevo.models.gguf import read_header
 from relevo.models.shape import shape_of
@@ -27,8 +34,6 @@ from tests.golden.header_file import Tensor, write_header
 
 from .llama_process import LlamaProcess
 
-ACCELERATED = [sys.executable, str(Path(__file__).parent / "fakes" / "accelerated_dry_run.py")]
-ACCELERATOR = "Accelerator0"
 KV_CELL_BYTES = 2 * 2 * 192  # of one layer of the demo model, f16
 EMBEDDING, EXPERT_WIDTH, EXPERTS = 256, 128, 8
 
@@ -171,15 +176,15 @@ def test_several_loads_take_one_process_and_each_gets_its_answer(start):
 
 
 def test_layers_left_to_the_host_keep_their_cache_there(start):
-    runs = DryRuns(command=ACCELERATED)
-    whole, part, none = ask(runs, *(start(device=ACCELERATOR, gpu_layers=layers) for layers in (999, 12, 0)))
+    runs = DryRuns()
+    whole, part, none = ask(runs, *(start(device=STAND_IN, gpu_layers=layers) for layers in (999, 12, 0)))
     cells = 1280
     assert whole.host_kv_bytes == 0
     assert whole.kv_bytes == pytest.approx(30 * cells * KV_CELL_BYTES, abs=11_000)
     assert part.kv_bytes == pytest.approx(11 * cells * KV_CELL_BYTES, abs=11_000)  # the output head is the twelfth
     assert part.host_kv_bytes == pytest.approx(19 * cells * KV_CELL_BYTES, abs=11_000)
     [cache] = part.caches
-    assert [layer for layer, device in cache.layers.items() if device == ACCELERATOR] == list(range(19, 30))
+    assert [layer for layer, device in cache.layers.items() if device == STAND_IN] == list(range(19, 30))
     assert none.kv_bytes == 0
     assert none.compute_bytes > 0  # products of many rows are shipped to it all the same
     assert 0 < whole.host_compute_bytes < whole.compute_bytes
@@ -187,7 +192,7 @@ def test_layers_left_to_the_host_keep_their_cache_there(start):
 
 def test_a_cache_of_unequal_layers_is_divided_by_their_widths(start, tmp_path):
     path = small_model(tmp_path / "unequal.gguf", [1, 2, 4])
-    [told] = ask(DryRuns(command=ACCELERATED), start(path=str(path), device=ACCELERATOR, gpu_layers=2))
+    [told] = ask(DryRuns(), start(path=str(path), device=STAND_IN, gpu_layers=2))
     assert told.kv_bytes == pytest.approx(1280 * 2 * 2 * 64 * 4, abs=11_000)
     assert told.host_kv_bytes == pytest.approx(1280 * 2 * 2 * 64 * 3, abs=11_000)
 
@@ -196,9 +201,9 @@ def test_experts_of_the_first_layers_on_the_device_stay_in_host_ram(start, tmp_p
     path = small_model(tmp_path / "experts.gguf", [2, 2, 2, 2], EXPERTS)
     asked = [(999, 0), (999, 2), (3, 1), (3, 9), (-1, 4)]
     told = ask(
-        DryRuns(command=ACCELERATED),
+        DryRuns(),
         *(
-            start(path=str(path), device=ACCELERATOR, gpu_layers=layers, host_expert_layers=experts)
+            start(path=str(path), device=STAND_IN, gpu_layers=layers, host_expert_layers=experts)
             for layers, experts in asked
         ),
     )

@@ -21,6 +21,8 @@ from relevo.core.loads.reduction import changes_between
 from relevo.core.loads.room import Scales as LadderScales
 from relevo.core.loads.room import room_of, why_not
 from relevo.core.loads.verdict import Step
+from relevo.core.memory.dry_run import STAND_IN, STAND_IN_CUDA, STAND_INS
+from relevo.core.memory.load import COPIES_CACHE
 from relevo.service.plans import hybrid_plan
 from relevo.service.scales import Place
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from relevo.devices.ggml import EngineFacts
 
 _MOST_PLANNED_TOKENS = 1 << 20
+_ROUNDS = 4
+_ASKED_AT_ONCE = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,8 @@ class Planner:
             scales.reasons.append("The engine was not asked (--no-dry-run).")
             return scales
         self._ask(scales, sizing, starts)
+        if sizing.gpu is not None and scales.knows(sizing.start):
+            self._settle(sizing, scales)
         return scales
 
     def _ask(self, scales: Weighing, sizing: Sizing, starts: list[StartModel]) -> None:
@@ -205,27 +211,48 @@ class Planner:
         from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
         from relevo.setup.cache import cache_folder
 
-        if not sizing.target.here and sizing.gpu is not None:
-            starts = [start for start in starts if start.device == "cpu"]
-            scales.reasons.append(
-                f"The engine can only be asked about a device that is here, not {sizing.target.name}."
-            )
         most = min(sizing.header.context_trained_tokens or _MOST_PLANNED_TOKENS, _MOST_PLANNED_TOKENS)
         try:
             libraries = str(self.libraries())
         except RelevoError as error:
             scales.reasons.append(error.message)
             return
-        wanted = [replace(start, libraries=libraries) for start in starts]
+        stand_in = None if sizing.target.here else _stand_in(sizing.target)
+        wanted = [_asked(start, libraries, stand_in) for start in starts]
         wanted += [replace(start, context_tokens=most) for start in wanted if start.context_tokens < most]
         cache = DryRunCache(cache_folder() / "dry-runs", EngineIdentity(engine=""))
-        on_card = any(start.device != "cpu" for start in wanted)
+        on_card = any(start.device != "cpu" and start.device not in STAND_INS for start in wanted)
         # Of a card's driver nothing is known here that could tell a remembered answer from a true one.
         for start, answer in zip(wanted, dry_run_now(wanted, cache=None if on_card else cache), strict=True):
             if isinstance(answer, DryRunFigures):
-                scales.learn(replace(start, libraries=sizing.cpu.libraries), answer)
+                device = sizing.start.device if start.device in STAND_INS else start.device
+                scales.learn(replace(start, libraries=sizing.cpu.libraries, device=device), answer)
             elif start in wanted[: len(starts)]:
                 scales.reasons.append(answer.message)
+
+    def _settle(self, sizing: Sizing, scales: Weighing) -> None:
+        """Ask the engine about the loads that the ladder comes by, until it finds one that fits or knows them all."""
+        from relevo.replicas.dry_run import dry_run_now
+
+        stand_in = None if sizing.target.here else _stand_in(sizing.target)
+        for _ in range(_ROUNDS):
+            verdict = _decide(sizing, sizing.wish(), self.host, scales)
+            unknown = scales.unknown[:_ASKED_AT_ONCE]
+            if verdict.loads_on_device or not unknown:
+                return
+            asked = [_asked(start, str(self.libraries()), stand_in) for start in unknown]
+            for start, answer in zip(unknown, dry_run_now(asked), strict=True):
+                scales.answer(start, answer)
+
+
+def _stand_in(target: Target) -> str:
+    """For a card that is not here the engine plans for one of its kind that computes nothing."""
+    return STAND_IN_CUDA if target.kind in COPIES_CACHE else STAND_IN
+
+
+def _asked(start: StartModel, libraries: str, stand_in: str | None) -> StartModel:
+    device = stand_in if stand_in is not None and start.device != "cpu" else start.device
+    return replace(start, libraries=libraries, device=device)
 
 
 def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:

@@ -12,14 +12,14 @@ from relevo.service.scales import Lessons, Place, Scales, untaught
 if TYPE_CHECKING:
     from relevo.core.events import StartModel
     from relevo.core.memory.demand import Demand
-    from relevo.core.memory.dry_run import DryRunFigures
+    from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures
     from relevo.core.memory.learned import Learned
     from relevo.core.memory.shape import ModelShape
     from relevo.core.memory.tier import Tier
 
 _MONOTONE = ("context_tokens", "slots", "ubatch_tokens", "batch_tokens")
 """Options of which more never makes a part smaller."""
-_FIXED = ("profile", "kv_type", "flash_attention")
+_FIXED = ("profile", "kv_type", "flash_attention", "gpu_layers", "host_expert_layers")
 """Options that must be the same for one load to bound another."""
 _DEVICE_PARTS = {"kv_bytes": "kv_bytes", "state_bytes": "state_bytes", "compute_bytes": "compute_bytes"}
 _HOST_PARTS = {
@@ -83,6 +83,15 @@ class Weighing:
         """What the engine said of this load."""
         self.planned.append((start, figures))
         self._scales(start).learn(start, figures)
+
+    @property
+    def unknown(self) -> list[StartModel]:
+        """Loads on the device that the ladder came by and nobody could weigh; their names and routes are left out."""
+        return self._device.unknown
+
+    def answer(self, start: StartModel, figures: DryRunAnswer) -> None:
+        """What the engine said of one of `unknown`."""
+        self._device.learn(start, figures)
 
     def _scales(self, start: StartModel) -> Scales:
         return self._host if start.route == "cpu" else self._device

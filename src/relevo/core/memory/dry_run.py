@@ -11,6 +11,12 @@ import msgspec
 from relevo.core.memory.demand import Demand
 from relevo.core.memory.tier import Tier
 
+STAND_IN = "Accelerator0"
+STAND_IN_CUDA = "AcceleratorCUDA0"
+"""Devices that exist in dry runs alone: the engine plans for them as for a card that is not here. The second takes an
+f16 copy of a quantized cache, as CUDA and HIP do."""
+STAND_INS = frozenset({STAND_IN, STAND_IN_CUDA})
+
 PRINTED_TO_BYTES = 5243
 """Half a hundredth of a MiB: how far a printed figure can be from the true one."""
 

@@ -24,10 +24,11 @@ import msgspec
 
 from relevo.core.errors import LibraryError
 from relevo.core.events import StartModel
-from relevo.core.memory.dry_run import DryCache, DryRunAnswer, DryRunFigures, DryRunRefused
+from relevo.core.memory.dry_run import STAND_INS, DryCache, DryRunAnswer, DryRunFigures, DryRunRefused
 from relevo.workers.llama.model import StartFailure, check, find_device, load_weights, make_context
 from relevo.workers.llama.native import Native, load_native
 from relevo.workers.llama.native_log import Cache, LoadFacts
+from relevo.workers.llama.stand_in import register
 
 DATA_LIMIT_BYTES: Final = 4 << 30
 _INPUT_BYTES_MAX: Final = 4 << 20
@@ -106,7 +107,8 @@ def answers(libraries: Path, starts: list[StartModel]) -> Iterator[DryRunAnswer]
         return
     variant = starts[0].cpu_variant
     try:
-        native = load_native(libraries, variant, gpu=any(start.device != "cpu" for start in starts))
+        real = any(start.device != "cpu" and start.device not in STAND_INS for start in starts)
+        native = load_native(libraries, variant, gpu=real)  # a driver is left alone where no card is asked about
     except LibraryError as e:
         yield from (DryRunRefused(e.code, e.message) for _ in starts)
         return
@@ -115,6 +117,8 @@ def answers(libraries: Path, starts: list[StartModel]) -> Iterator[DryRunAnswer]
             yield DryRunRefused("internal", "One process has one CPU library; ask for another in another process.")
             continue
         try:
+            if start.device in STAND_INS:
+                register(native, start.device)
             yield dry_run(native, start)
         except StartFailure as e:
             yield DryRunRefused(e.code, e.message)

@@ -13,9 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from relevo.core.memory.dry_run import STAND_IN, STAND_IN_CUDA
 from relevo.core.memory.quantization import NUMBER_TYPES
+from relevo.workers.llama.native import Native, find_library
 
-NAME: Final = "Accelerator0"
 HOST_NAME: Final = "Accelerator_Host"
 ALIGNMENT_BYTES: Final = 128  # CUDA's
 HOST_ALIGNMENT_BYTES: Final = 32  # of CUDA's pinned memory, and of the CPU's own
@@ -79,7 +80,8 @@ class Accelerator:
         self._alive: list[Any] = []
         self._operations: dict[int, str] = {}
         self._device = ffi.new("struct device *")
-        self._buffers = self._buffer_type(NAME)
+        self.name = STAND_IN_CUDA if cuda else STAND_IN
+        self._buffers = self._buffer_type(self.name)
         self._host_buffers = self._buffer_type(HOST_NAME, host=True)
         self._fill_device()
         self.handle = int(ffi.cast("uintptr_t", self._device))
@@ -172,14 +174,14 @@ class Accelerator:
     def _backend(self, _device: Any, _parameters: Any) -> Any:
         backend = self._keep(self._ffi.new("struct backend *"))
         backend.guid = self._keep(self._ffi.new("char[16]", b"stand-in"))
-        backend.get_name = self._named(NAME)
+        backend.get_name = self._named(self.name)
         backend.free = self._function("void(void *)", lambda _: None)
         backend.device = self._device
         return backend
 
     def _fill_device(self) -> None:
         ffi, device = self._ffi, self._device
-        device.get_name = self._named(NAME)
+        device.get_name = self._named(self.name)
         device.get_description = self._named("a stand-in that computes nothing")
         device.get_memory = self._function("void(void *, size_t *, size_t *)", self._memory)
         device.get_type = self._function("int32_t(void *)", lambda _: _GPU)
@@ -199,3 +201,20 @@ class Accelerator:
         registry.get_device_count = self._function("size_t(void *)", lambda _: 1)
         registry.get_device = self._function("void *(void *, size_t)", lambda *_: self._device)
         device.reg = registry
+
+
+_registered: dict[str, Accelerator] = {}  # the engine may call them until the process ends
+
+
+def register(native: Native, name: str) -> None:
+    """Show the engine this stand-in among its devices, once. Only for processes that compute nothing."""
+    if name in _registered:
+        return
+    import cffi
+
+    accelerator = _registered[name] = Accelerator(find_library(native.folder, "ggml-base"), cuda=name == STAND_IN_CUDA)
+    ffi = cffi.FFI()
+    ffi.cdef("void ggml_backend_device_register(void * device);")
+    ffi.dlopen(str(find_library(native.folder, "ggml"))).ggml_backend_device_register(
+        ffi.cast("void *", accelerator.handle)
+    )
