@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from relevo.config import LaneConfig, ModelConfig
-from relevo.core.breaker import Breaker, FaultKind
-from relevo.core.events import StartModel
+from relevo.core.breaker import Breaker, BreakerSettings, BreakerState, FaultKind
+from relevo.core.events import ProbeAnswer, StartModel
 from relevo.core.forecast import Forecast
 from relevo.core.leases.lease import Lease
-from relevo.core.leases.ledger import Ledger, Reading
+from relevo.core.leases.ledger import Ledger
+from relevo.core.leases.reading import Reading
 from relevo.core.loads.standby import Readiness
 from relevo.core.loads.verdict import Step
 from relevo.core.memory.demand import Demand
+from relevo.models.header_cache import FileIdentity
 from relevo.replicas.dry_run import DryRuns
 from relevo.replicas.state import ReplicaState
 from relevo.service.berths import Berth, HeldDevice, Life, Posture
@@ -389,8 +392,88 @@ def test_a_probe_by_a_person_asks_the_ladder_again_and_keeps_the_reason() -> Non
     house.serve(house.add("first", 600))
     second = house.add("second", 600)
     house.lease(second)
-    fleet = Fleet.__new__(Fleet)
-    fleet.devices, fleet.berths, fleet._changed = {"gpu0": house.device}, house.loads.berths, lambda: None
-    fleet.try_again("gpu0")
+    played_fleet(house).try_again("gpu0")
     assert second.refusal is None and worker(second).resumed == 1
     assert second.route.waiting_reason is not None
+
+
+def test_one_whose_time_is_over_is_not_asked_to_leave_once_more() -> None:
+    house = PlayedHouse()
+    first = house.add("first", 300)
+    first.twin = first
+    house.serve(first)
+    first.route.running["r"] = cast(Any, None)
+    press(house, 10)
+    first.leaves_by = time.monotonic()
+    press(house, 10)
+    press(house, 10)
+    assert first.posture is Posture.EVICTED and len(worker(first).killed) == 1
+
+
+# -- whose fault it is
+
+
+def played_fleet(house: PlayedHouse, tasks: asyncio.TaskGroup | None = None) -> Fleet:
+    fleet = Fleet.__new__(Fleet)
+    fleet.devices, fleet.berths, fleet._changed = {"gpu0": house.device}, house.loads.berths, lambda: None
+    fleet._dispatcher = cast(Any, SimpleNamespace(pump=lambda _: None))
+    fleet._journal = cast(Any, SimpleNamespace(submit=lambda _: asyncio.get_running_loop().create_future()))
+    fleet._tasks = cast(Any, tasks)
+    return fleet
+
+
+@pytest.mark.parametrize("kind", [FaultKind.ALLOCATION, FaultKind.PROBE_FAILED])
+def test_a_model_that_cannot_load_does_not_close_the_device_on_which_others_compute(kind: FaultKind) -> None:
+    house = PlayedHouse()
+    good, broken = house.add("good", 300), house.add("broken", 300)
+    fleet = played_fleet(house)
+    assert not fleet._is_its_own(broken, kind), "nobody else is there to speak for the device"
+    house.serve(good)
+    assert fleet._is_its_own(broken, kind)
+    assert not fleet._is_its_own(broken, FaultKind.DEVICE_LOST)
+    assert not fleet._is_its_own(good, kind)
+
+
+def test_workers_that_live_on_when_a_breaker_opens_earn_its_trust_again() -> None:
+    house = PlayedHouse()
+    house.device.breaker = Breaker("gpu0", settings=BreakerSettings(first_open_s=0.0))
+    first = house.add("first", 300)
+    house.serve(first)
+    first.known_answer = [1, 2]
+    asked: list[int] = []
+
+    async def probe(number: int) -> ProbeAnswer:
+        asked.append(number)
+        return ProbeAnswer(number=number, ok=True, tokens=[1, 2], took_ms=1.0)
+
+    cast(Any, worker(first)).probe = probe
+    cast(Any, worker(first)).incarnation = 1
+
+    async def two_others_die() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            fleet = played_fleet(house, tasks)
+            for name in ("b/gpu", "c/gpu"):
+                fleet._note(house.device.breaker.fault(FaultKind.UNCLASSIFIED_DEATH, time.monotonic(), source=name))
+            assert house.device.breaker.state is not BreakerState.CLOSED
+
+    asyncio.run(two_others_die())
+    assert house.device.breaker.state is BreakerState.CLOSED and len(asked) == 2
+
+
+# -- the file
+
+
+def test_a_file_that_was_replaced_is_not_loaded_beside_what_was_read_of_the_old_one(tmp_path: Path) -> None:
+    house = PlayedHouse()
+    first = house.add("first", 300)
+    path = tmp_path / "m.gguf"
+    path.write_text("old")
+    first.file = FileIdentity.of(path, path)
+    path.rename(tmp_path / "aside")
+    assert house.lease(first) is None
+    assert "cannot be read" in (first.route.waiting_reason or "")
+    path.write_text("new")
+    assert house.lease(first) is None
+    assert "restart Relevo" in (first.route.waiting_reason or "")
+    (tmp_path / "aside").rename(path)
+    assert house.lease(first) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from relevo.core.breaker import Breaker
 from relevo.core.described import Described
@@ -18,6 +19,7 @@ from relevo.core.memory.demand import Demand
 from relevo.devices.device import Device
 from relevo.devices.host import HostDevice
 from relevo.devices.soft import SoftDevice
+from relevo.models.header_cache import FileIdentity
 from relevo.processes import memory
 from relevo.processes.identity import Identity
 from relevo.service.routes import Route, ServedModel
@@ -182,6 +184,8 @@ class Berth:
     start: StartModel
     """As configured; the ladder may reduce it."""
     scales: Scales
+    file: FileIdentity | None = None
+    """The model's file as it was when its header was read; None: not looked at."""
     first: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once its first start succeeded or failed: those that start after it may go."""
     posture: Posture = Posture.WANTED
@@ -227,6 +231,19 @@ class Berth:
         if self.life is None:
             raise OurBug(f"{self!r} has no lease, so it cannot be started.")
         return self.life.start
+
+    def file_trouble(self) -> str | None:
+        """Why its model's file must not be loaded, as a sentence: all its routes have to compute with the same one."""
+        if self.file is None:
+            return None
+        path = Path(self.file.path)
+        try:
+            found = FileIdentity.of(path, path)
+        except OSError as e:
+            return f"The file of {self.model.name} cannot be read: {path}: {e.strerror}."
+        if found == self.file:
+            return None
+        return f"{path} is not the file it was when Relevo started. Put that one back, or restart Relevo to serve this."
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """What a load of this model takes; one for its CPU route is weighed as that route's."""

@@ -32,6 +32,8 @@ _log = logging.getLogger("relevo.fleet")
 
 BREAKER_FACT = "breaker:"
 _probe_numbers = itertools.count(1 << 32)  # apart from those of breakers
+ITS_OWN = frozenset({FaultKind.ALLOCATION, FaultKind.PROBE_FAILED})
+"""Faults that say nothing of a device on which other workers compute: their models, or their files, are the cause."""
 CPU_OOM_SCORE = 800
 """The kernel shall rather kill a CPU worker than a neighbour."""
 
@@ -212,10 +214,15 @@ class Fleet:
             berth.posture = Posture.EVICTED
         berth.leaves_by = berth.route.closed_reason = None
         self._learning.lost(berth, death)
-        if death.kind is not None:
+        if death.kind is not None and not self._is_its_own(berth, death.kind):
             self._note(berth.held.breaker.fault(death.kind, time.monotonic(), source=replica.name))
         self._dispatcher.route_lost(berth.route, death)
         self._changed()
+
+    def _is_its_own(self, berth: Berth, kind: FaultKind) -> bool:
+        """Whether a fault is this worker's alone: others compute well on the device. Its back-off takes care of it."""
+        others = (other for other in self.berths.values() if other.held is berth.held and other is not berth)
+        return kind in ITS_OWN and any(other.route.serving for other in others)
 
     def on_gone(self, replica: Replica, incarnation: int) -> None:  # noqa: ARG002 - one life at a time
         """Its memory is free."""
@@ -261,12 +268,16 @@ class Fleet:
                 berth.route.replica.kill(sentence, None)  # the worker is not to blame, and does not back off
 
     def _note(self, transitions: tuple[Transition, ...]) -> None:
-        """Log, remember and show what a breaker did."""
+        """Log, remember and show what a breaker did; workers that live on must earn its trust again."""
         for t in transitions:
             _log.warning("breaker of %s: %s -> %s: %s", t.breaker, t.from_, t.to, t.cause)
             held = self.devices[t.breaker]
             to_wall = held.breaker.export().shifted(time.time() - time.monotonic())
             fact = PutFact(key=BREAKER_FACT + t.breaker, value=msgspec.json.encode(to_wall))
             self._journal.submit(fact).add_done_callback(log_failure(f"the breaker of {t.breaker}"))
+            if t.to is BreakerState.OPEN:
+                for berth in self.berths.values():
+                    if berth.held is held and berth.route.replica.ready is not None:
+                        self._tasks.create_task(self._earn_trust(berth), name=f"probes of {berth.route.replica.name}")
         if transitions:
             self._changed()

@@ -27,6 +27,7 @@ from relevo.devices.soft import SoftDevice
 from relevo.devices.variants import cpu_variant
 from relevo.journal import Journal, WorkerStarted
 from relevo.models.gguf import read_header
+from relevo.models.header_cache import FileIdentity
 from relevo.models.shape import shape_of
 from relevo.processes.identity import Identity
 from relevo.replicas.dry_run import DryRuns
@@ -261,7 +262,8 @@ class _Builder:
             forecast=forecast,
         )
         fleet = self.house.fleet
-        berth = Berth(route, model, held, fleet.devices[HOST], plan, scales)
+        file = FileIdentity.of(Path(plan.path), Path(plan.path))
+        berth = Berth(route, model, held, fleet.devices[HOST], plan, scales, file=file)
         route.replica = Replica(
             f"{model.name}/{plan.route}",
             model=model.name,

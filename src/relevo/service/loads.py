@@ -144,6 +144,10 @@ class Loads:
 
     async def _try(self, berth: Berth, incarnation: int) -> Life | float:
         """What was leased for it, or seconds to wait before asking again."""
+        trouble = berth.file_trouble()
+        if trouble is not None:
+            self.hold_back(berth, trouble)
+            return RETRY_S
         if berth.kept:
             return self._wake(berth, incarnation)
         figures = self._figures_of(berth)
@@ -291,6 +295,7 @@ class Loads:
         wanted = asking is not None and (
             berth.model is asking.model or (self._is_wanted(asking) and (asking.wanted_at or now) > berth.used_at)
         )
+        ending = berth.posture is Posture.EVICTED or lease.state in (LeaseState.DRAINING, LeaseState.ORPHAN)
         long_idle = idle_s >= max(EVICT_IDLE_S, berth.load_s or 0.0)
         return Holder(
             holder=berth.route.replica.name,
@@ -300,7 +305,7 @@ class Loads:
             priority=berth.model.config.priority,
             reload_s=berth.load_s,
             evictable=berth.held is not berth.host and long_idle and wanted,
-            frees_in_s=1.0 if lease.state in (LeaseState.DRAINING, LeaseState.ORPHAN) else None,
+            frees_in_s=RETURNING_S if ending else None,
         )
 
     @staticmethod
