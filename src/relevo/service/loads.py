@@ -42,7 +42,7 @@ WANTED_S = 60.0
 """How long a request that had to go elsewhere counts as a wish for its model."""
 CALM_S = 5.0
 """How long a device must have been calm before more is loaded on it than it holds."""
-DRY_RUN_ROUNDS = 4
+DRY_RUN_ROUNDS = 8
 DRY_RUNS_AT_ONCE = 24
 
 
@@ -196,7 +196,8 @@ class Loads:
         """The ladder's verdict; what the closed form does not know is asked of the engine, and it decides anew."""
         verdict = await self.weigh_up(berth)
         for _ in range(DRY_RUN_ROUNDS):
-            if verdict.loads_on_device or not await self._ask_engine(berth.scales):
+            # A load that was found may not be the best: what lies between it and the whole is asked for too.
+            if verdict.step is Step.ADMIT or not await self._ask_engine(berth.scales):
                 return verdict
             verdict = await self.weigh_up(berth)
         return verdict

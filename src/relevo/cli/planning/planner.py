@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from relevo.devices.ggml import EngineFacts
 
 _MOST_PLANNED_TOKENS = 1 << 20
-_ROUNDS = 4
+_ROUNDS = 8
 _ASKED_AT_ONCE = 24
 
 
@@ -231,14 +231,14 @@ class Planner:
                 scales.reasons.append(answer.message)
 
     def _settle(self, sizing: Sizing, scales: Weighing) -> None:
-        """Ask the engine about the loads that the ladder comes by, until it finds one that fits or knows them all."""
+        """Ask the engine about the loads that the ladder comes by, until it knows them all."""
         from relevo.replicas.dry_run import dry_run_now
 
         stand_in = None if sizing.target.here else _stand_in(sizing.target)
         for _ in range(_ROUNDS):
-            verdict = _decide(sizing, sizing.wish(), self.host, scales)
+            _decide(sizing, sizing.wish(), self.host, scales)
             unknown = scales.unknown[:_ASKED_AT_ONCE]
-            if verdict.loads_on_device or not unknown:
+            if not unknown:
                 return
             asked = [_asked(start, str(self.libraries()), stand_in) for start in unknown]
             for start, answer in zip(unknown, dry_run_now(asked), strict=True):
