@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relevo.core.dry_run import PRINTED_TO_BYTES
-
 from bench.engine_files import requantized, shipped
 from bench.figures import Report
 from bench.processes import toml
+from relevo.core.memory.dry_run import PRINTED_TO_BYTES
 from relevo.setup.cache import ensure_entry, sha256_of_file
 from relevo.setup.libraries import find
 from relevo.setup.packages import FetchError, Wheel, fetch
