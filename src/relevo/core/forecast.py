@@ -124,6 +124,8 @@ class OutputLengths:
         self._kept = kept
         self._in_order: deque[int] = deque()
         self._sorted: list[int] = []
+        self.added = 0
+        """How many were ever added."""
 
     def __repr__(self) -> str:
         return f"<OutputLengths of {len(self._sorted)} answers>"
@@ -133,11 +135,17 @@ class OutputLengths:
         """How many are known."""
         return len(self._sorted)
 
+    @property
+    def values(self) -> list[int]:
+        """All that are known, oldest first: to be kept over a restart."""
+        return list(self._in_order)
+
     def add(self, tokens: int) -> None:
         """An answer is complete."""
         if len(self._in_order) >= self._kept:
             self._sorted.remove(self._in_order.popleft())
         self._in_order.append(tokens)
+        self.added += 1
         insort(self._sorted, tokens)
 
     def expected(self, limit: int, drawn: int = 0) -> int:

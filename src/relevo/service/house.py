@@ -39,6 +39,7 @@ from relevo.service.dispatcher import Dispatcher
 from relevo.service.fleet import BREAKER_FACT, Fleet
 from relevo.service.identity import Identities
 from relevo.service.learning import Learning
+from relevo.service.lengths import AnswerLengths
 from relevo.service.loads import Loads
 from relevo.service.metrics import Metrics
 from relevo.service.paths import Paths
@@ -76,6 +77,7 @@ class House:
     dispatcher: Dispatcher
     fleet: Fleet
     watch: Watch
+    lengths: AnswerLengths
     board: StatusBoard
     service: RelevoService
 
@@ -108,6 +110,7 @@ async def build_house(config: Config, paths: Paths, journal: Journal, tasks: asy
     await builder.add_devices()
     for name, model in config.models.items():
         await builder.add_model(name, model)
+    await builder.house.lengths.recall()
     return builder.house
 
 
@@ -152,8 +155,9 @@ class _Builder:
         )
         board.fleet = fleet
         watch = Watch(fleet, dispatcher, self._learning, board.touch)
+        lengths = AnswerLengths(journal, models)
         service = RelevoService(config, models, dispatcher, journal, board, metrics)
-        self.house = House(config, journal, metrics, models, dispatcher, fleet, watch, board, service)
+        self.house = House(config, journal, metrics, models, dispatcher, fleet, watch, lengths, board, service)
 
     # ------------------------------------------------------------------ devices
 

@@ -212,6 +212,7 @@ async def _sweep(house: House) -> None:
         if loop.time() >= news_at:
             news_at = loop.time() + WAITING_NEWS_S
             house.dispatcher.tell_waiting()
+            house.lengths.keep()
             await house.dispatcher.expire_resting(time.time())
 
 
@@ -240,6 +241,7 @@ async def _shut_down(
     end = time.monotonic() + STOP_GRACE_S
     while house.dispatcher.running_count and time.monotonic() < end:  # noqa: ASYNC110 - bounded, at the very end
         await asyncio.sleep(0.05)
+    house.lengths.keep(worth=1)
     await house.dispatcher.put_to_rest()
     front.stop()
     await serving
