@@ -144,6 +144,8 @@ class ModelConfig(_Section, frozen=True):
     chat_template: str | None = None
     """Path of a Jinja template that replaces the file's own."""
     handover: Literal["auto", "continuous", "boundary"] = "auto"
+    policy: Literal["auto", "gpu-only", "cpu-only"] = "auto"
+    """Of requests that name none, and whose key names none."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Among models on one device: an idle replica of lower priority gives way first."""
     reduce: tuple[Literal["ubatch", "slots", "context", "kv_type"], ...] = ("ubatch", "slots", "context")
@@ -286,6 +288,8 @@ def check_config(config: Config, source: str) -> None:
                 f"{source}: models.{name}.device is {model.device!r}, but no [devices.{model.device}] is described "
                 f'(known: {known}). Describe it, or write `device = ""` for CPU only.'
             )
+        if model.policy == "gpu-only" and model.device is None:
+            raise ConfigError(f"{source}: models.{name}.policy is gpu-only, but the model has no device. Name one.")
         if model.kv_type != "f16" and model.flash_attention is False:
             raise ConfigError(f"{source}: models.{name}.kv_type {model.kv_type} needs flash_attention = true.")
         if model.ubatch_tokens > model.batch_tokens:

@@ -40,7 +40,7 @@ def completion(**fields: Any) -> Ask:
 def test_what_is_left_out_is_left_to_the_model():
     ask = chat()
     assert (ask.temperature, ask.top_k, ask.seed, ask.max_output_tokens, ask.logprobs) == (None,) * 5
-    assert (ask.n, ask.stop, ask.stream, ask.kept, ask.policy, ask.handover) == (1, [], False, False, "auto", "auto")
+    assert (ask.n, ask.stop, ask.stream, ask.kept, ask.policy, ask.handover) == (1, [], False, False, None, "auto")
     assert ask.messages == [USER] and ask.owner == "key_1"
 
 

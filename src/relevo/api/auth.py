@@ -11,7 +11,7 @@ _LONGEST_KEY = 512
 
 
 def identify(call: Call, keys: KeyRing, *, needs_key: bool) -> None:
-    """Set the call's owner. Raises Unauthorized where a valid key is needed and none was sent.
+    """Set the call's owner and what its key grants. Raises Unauthorized where a valid key is needed and none was sent.
 
     Without keys any string is accepted (clients insist on sending one) and everybody is `local`.
     """
@@ -34,6 +34,7 @@ def identify(call: Call, keys: KeyRing, *, needs_key: bool) -> None:
             )
         raise Unauthorized
     call.owner = key.id
+    call.grant = key.grant
     call.sees = key.id
 
 

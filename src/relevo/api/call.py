@@ -13,7 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from relevo.api.errors import Headers, error_body, error_headers
 from relevo.core.errors import BadRequest, RelevoError
+from relevo.core.grant import Grant
 
+NO_KEY = Grant()
 _LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client sees the answer
 
 
@@ -38,6 +40,8 @@ class Call:
     owner: str = ""
     sees: str | None = None
     """Whose requests this caller may see; None: everybody's (no keys are configured)."""
+    grant: Grant = NO_KEY
+    """What the caller's key gives its requests."""
     started: bool = False
     body_done: bool = False
     extra_headers: Headers = field(default_factory=list)

@@ -16,7 +16,7 @@ _CHANGES_NOTHING = frozenset({"GET", "HEAD"})
 _CORS_METHODS = b"GET, POST, OPTIONS"
 _CORS_HEADERS = (
     b"authorization, content-type, idempotency-key, last-event-id, "
-    b"x-relevo-policy, x-relevo-handover, x-relevo-deadline-s"
+    b"x-relevo-policy, x-relevo-handover, x-relevo-priority, x-relevo-deadline-s"
 )
 _CORS_SHOWN = (
     b"x-request-id, x-relevo-route, x-relevo-device, x-relevo-model, x-relevo-degraded, x-relevo-standby, "

@@ -11,12 +11,14 @@ import string
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated, Final, TypedDict, Unpack
 
 import msgspec
 import structlog
 
 from relevo.api.operator import OperatorKey
 from relevo.core.errors import BadRequest, Conflict, NotFound, StartupError
+from relevo.core.grant import HIGHEST_PRIORITY, LOWEST_PRIORITY, Grant, PolicyName
 
 log = structlog.get_logger(__name__)
 
@@ -25,14 +27,36 @@ _KEY_LETTERS = 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key. Its id is the owner of every request made with it; a revoked key stays listed and opens nothing."""
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key. Its id is the owner of every request made with it; a revoked key stays listed and opens nothing.
+
+    Defaults are not written, so that an older program reads a file in which nobody uses what came later.
+    """
 
     id: str
     name: str
     sha256: str
     created: float
     revoked: float | None = None
+    policy: PolicyName | None = None
+    policy_fixed: bool = False
+    priority: Annotated[int, msgspec.Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
+
+    @property
+    def grant(self) -> Grant:
+        """What it gives its requests."""
+        return Grant(self.policy, self.policy_fixed, self.priority)
+
+
+NOTHING_SPECIAL: Final = Grant()
+
+
+class Changes(TypedDict, total=False):
+    """What of a key's grant is to change; what is left out stays."""
+
+    policy: PolicyName | None
+    policy_fixed: bool
+    priority: int
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
@@ -79,11 +103,12 @@ class KeyRing:
                 found = key
         return found if found is not None and found.revoked is None else None
 
-    def create(self, name: str) -> tuple[Key, str]:
+    def create(self, name: str, grant: Grant = NOTHING_SPECIAL) -> tuple[Key, str]:
         """Make a key and store its hash; the plain key is returned here and never again.
 
-        Raises BadRequest for an unusable name, Conflict where a working key has it.
+        Raises BadRequest for an unusable name or grant, Conflict where a working key has the name.
         """
+        _check_grant(grant)
         if not _NAME.fullmatch(name):
             raise BadRequest(
                 "A key's name is 1 to 64 letters, digits, spaces or . _ @ - and starts with a letter or digit."
@@ -97,12 +122,26 @@ class KeyRing:
             name=name,
             sha256=hashlib.sha256(plain.encode()).hexdigest(),
             created=time.time(),
+            **msgspec.structs.asdict(grant),
         )
         self._write({**self._keys, key.id: key})
         return key, plain
 
+    def regrant(self, which: str, **changes: Unpack[Changes]) -> Key:
+        """Change what a working key gives its requests, from the next one on. Errors as in `revoke` and `create`."""
+        found = self._working(which)
+        changed = msgspec.structs.replace(found, **changes)
+        _check_grant(changed.grant)
+        self._write({**self._keys, changed.id: changed})
+        return changed
+
     def revoke(self, which: str) -> Key:
         """Revoke by name, id or the beginning of an id. Raises NotFound or, where several fit, Conflict."""
+        revoked = msgspec.structs.replace(self._working(which), revoked=time.time())
+        self._write({**self._keys, revoked.id: revoked})
+        return revoked
+
+    def _working(self, which: str) -> Key:
         self._refresh()
         working = [key for key in self._keys.values() if key.revoked is None]
         found = [key for key in working if which in (key.name, key.id)]
@@ -112,9 +151,7 @@ class KeyRing:
             raise NotFound(f"No working key has the name or id {which!r}. `relevo keys list` shows them.")
         if len(found) > 1:
             raise Conflict(f"{len(found)} keys fit {which!r}. Give more of the id.")
-        revoked = msgspec.structs.replace(found[0], revoked=time.time())
-        self._write({**self._keys, revoked.id: revoked})
-        return revoked
+        return found[0]
 
     def _stat(self) -> tuple[int, int, int] | None:
         assert self._path is not None
@@ -178,3 +215,12 @@ class KeyRing:
             os.close(directory)
         self._keys = keys
         self._seen = self._stat()
+
+
+def _check_grant(grant: Grant) -> None:
+    if not LOWEST_PRIORITY <= grant.priority <= HIGHEST_PRIORITY:
+        raise BadRequest(
+            f"The priority {grant.priority} is not valid: a whole number from {LOWEST_PRIORITY} to {HIGHEST_PRIORITY}."
+        )
+    if grant.policy_fixed and grant.policy is None:
+        raise BadRequest("There is no policy to be fixed: name one, such as --policy cpu-only.")

@@ -15,14 +15,16 @@ from relevo.api.strict_json import body_digest
 from relevo.config import LimitsConfig
 from relevo.core.errors import BadRequest, ModelNotFound, UnsupportedParameter
 from relevo.core.events import Ask
+from relevo.core.grant import HIGHEST_PRIORITY, LOWEST_PRIORITY, PolicyName
 
 log = structlog.get_logger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-POLICIES = ("auto", "gpu-only", "cpu-only")
+POLICIES: dict[str, PolicyName] = {"auto": "auto", "gpu-only": "gpu-only", "cpu-only": "cpu-only"}
 HANDOVERS = ("auto", "continuous", "boundary")
 LONGEST_DEADLINE_S = 7 * 24 * 3600.0
 _KEY_LETTERS = 255
+_SMALL_NUMBER = re.compile(r"[+-]?[0-9]{1,3}")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -127,21 +129,41 @@ def _shared(
 
 
 def read_wishes(call: Call) -> dict[str, Any]:
-    """The request headers of the contract, as arguments of Ask. Raises BadRequest with the header as `param`."""
-    policy = (call.header("x-relevo-policy") or "auto").lower()
-    if policy not in POLICIES:
-        raise BadRequest(f"x-relevo-policy is not valid: one of {', '.join(POLICIES)}.", param="x-relevo-policy")
+    """The request headers of the contract, as arguments of Ask, within what the key grants.
+
+    Raises BadRequest and NotGranted with the header as `param`.
+    """
     handover = (call.header("x-relevo-handover") or "auto").lower()
     if handover not in HANDOVERS:
         raise BadRequest(f"x-relevo-handover is not valid: one of {', '.join(HANDOVERS)}.", param="x-relevo-handover")
     retries = call.headers.get(b"x-stainless-retry-count", b"0")
     return {
-        "policy": policy,
+        "policy": call.grant.policy_for(_policy(call.header("x-relevo-policy"))),
+        "priority": call.grant.priority_for(_priority(call.header("x-relevo-priority"))),
         "handover": handover,
         "deadline_s": _deadline(call.header("x-relevo-deadline-s")),
         "idempotency_key": _idempotency_key(call.header("idempotency-key")),
         "client_retry": int(retries) if retries.isdigit() and len(retries) <= 4 else 0,
     }
+
+
+def _policy(value: str | None) -> PolicyName | None:
+    policy = POLICIES.get(value.lower()) if value else None
+    if policy is None and value:
+        raise BadRequest(f"x-relevo-policy is not valid: one of {', '.join(POLICIES)}.", param="x-relevo-policy")
+    return policy
+
+
+def _priority(value: str | None) -> int | None:
+    if value is None:
+        return None
+    priority = int(value) if _SMALL_NUMBER.fullmatch(value) else HIGHEST_PRIORITY + 1
+    if not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
+        raise BadRequest(
+            f"x-relevo-priority is not valid: a whole number from {LOWEST_PRIORITY} to {HIGHEST_PRIORITY}.",
+            param="x-relevo-priority",
+        )
+    return priority
 
 
 def _deadline(value: str | None) -> float | None:

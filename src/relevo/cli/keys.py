@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -17,14 +17,20 @@ from relevo.cli.output import (
 from relevo.cli.place import NO_PLACE, Json, Place
 
 if TYPE_CHECKING:
-    from relevo.api.keys import Key, KeyRing
+    from relevo.api.keys import Changes, Key, KeyRing
+    from relevo.core.grant import PolicyName
 
 app = cyclopts.App(
     name="keys",
-    help="Make, list and revoke the keys that open the server. Once there is a key, every client needs one; "
+    help="Make, change, list and revoke the keys that open the server. Once there is a key, every client needs one; "
     "a running server takes changes up at once.",
     result_action="return_value",
 )
+
+
+Working = Annotated[str, Parameter(name="NAME", help="The key's name, its id, or the beginning of its id.")]
+KeyPolicy = Literal["model", "auto", "gpu-only", "cpu-only"]
+"""`model`: as the configuration of the model says."""
 
 
 @app.command
@@ -32,17 +38,31 @@ def create(
     name: Annotated[str, Parameter(name="NAME", help="Whom the key is for, such as `open-webui`.")],
     /,
     *,
+    policy: KeyPolicy = "model",
+    policy_fixed: bool = False,
+    priority: int = 0,
     place: Place = NO_PLACE,
     json: Json = False,
 ) -> int:
-    """Make a key and show it, this once."""
+    """Make a key and show it, this once.
+
+    Parameters
+    ----------
+    policy
+        Which routes its requests may take when they do not say so themselves; `model`: as the model's configuration.
+    policy_fixed
+        Refuse requests that ask for another policy.
+    priority
+        -100 to 100: where its requests stand in line. A request may ask for less, never for more.
+    """
+    from relevo.core.grant import Grant
     from relevo.journal.folder import make_folder
 
     state = place.paths().state
     make_folder(state)
     ring = open_ring(place)
     first = not ring.required
-    key, secret = ring.create(name)
+    key, secret = ring.create(name, Grant(_policy(policy), policy_fixed, priority))
     if json:
         print_json({**view(key), "key": secret})
         return 0
@@ -50,6 +70,47 @@ def create(
     say(f"This is the key of {key.name}. It is shown only now; only its hash is kept, in {place.paths().keys}.")
     if first:
         say("It is the first one: from now on every client of this server needs a key.")
+    return 0
+
+
+@app.command(name="set")
+def set_key(
+    name: Working,
+    /,
+    *,
+    policy: KeyPolicy | None = None,
+    policy_fixed: bool | None = None,
+    priority: int | None = None,
+    place: Place = NO_PLACE,
+    json: Json = False,
+) -> int:
+    """Change what a key gives its requests, from the next one on. What is left out stays.
+
+    Parameters
+    ----------
+    policy
+        Which routes its requests may take when they do not say so themselves; `model`: as the model's configuration.
+    policy_fixed
+        Refuse requests that ask for another policy.
+    priority
+        -100 to 100: where its requests stand in line. A request may ask for less, never for more.
+    """
+    from relevo.core.errors import BadRequest
+
+    changes: Changes = {}
+    if policy is not None:
+        changes["policy"] = _policy(policy)
+    if policy_fixed is not None:
+        changes["policy_fixed"] = policy_fixed
+    if priority is not None:
+        changes["priority"] = priority
+    if not changes:
+        raise BadRequest("Nothing is to be changed: give --policy, --policy-fixed, --no-policy-fixed or --priority.")
+    key = open_ring(place).regrant(name, **changes)
+    if json:
+        print_json(view(key))
+    else:
+        say(f"Requests of {key.name} ({key.id}) have the policy {_policy_text(key)} and the priority {key.priority}.")
     return 0
 
 
@@ -63,16 +124,18 @@ def list_keys(*, place: Place = NO_PLACE, json: Json = False) -> int:
     if not ring.list():
         say("There are no keys: anybody who reaches this server may use it. `relevo keys create NAME` makes one.")
         return 0
-    made = table("", "name", "id", "created", "revoked")
+    made = table("", "name", "id", "policy", "priority", "created", "revoked", numbers=("priority",))
     for key in ring.list():
-        made.add_row(key.name, key.id, time_text(key.created), time_text(key.revoked))
+        made.add_row(
+            key.name, key.id, _policy_text(key), str(key.priority), time_text(key.created), time_text(key.revoked)
+        )
     console().print(made)
     return 0
 
 
 @app.command
 def revoke(
-    name: Annotated[str, Parameter(name="NAME", help="The key's name, its id, or the beginning of its id.")],
+    name: Working,
     /,
     *,
     place: Place = NO_PLACE,
@@ -96,4 +159,20 @@ def open_ring(place: Place) -> KeyRing:
 
 def view(key: Key) -> dict[str, Any]:
     """What may be shown of a key."""
-    return {"id": key.id, "name": key.name, "created": key.created, "revoked": key.revoked}
+    return {
+        "id": key.id,
+        "name": key.name,
+        "policy": key.policy,
+        "policy_fixed": key.policy_fixed,
+        "priority": key.priority,
+        "created": key.created,
+        "revoked": key.revoked,
+    }
+
+
+def _policy(chosen: KeyPolicy) -> PolicyName | None:
+    return None if chosen == "model" else chosen
+
+
+def _policy_text(key: Key) -> str:
+    return (key.policy or "model") + (", fixed" if key.policy_fixed else "")

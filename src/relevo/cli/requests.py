@@ -237,6 +237,8 @@ def _print_record(record: dict[str, Any]) -> None:
         ("reason", record.get("reason")),
         ("model", record.get("model")),
         ("route", _route_text(relevo)),
+        ("policy", record.get("policy")),
+        ("priority", record.get("priority")),
         ("created", time_text(record.get("created"))),
         ("ended", time_text(record.get("ended")) if record.get("ended") else None),
         ("attempts", record.get("attempts")),

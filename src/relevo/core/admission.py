@@ -139,7 +139,7 @@ class _Option(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def position(self) -> int:
-        return 0 if self.starts_now else self.view.queued + 1
+        return 0 if self.starts_now else self.view.before_it + 1
 
     @property
     def has_room(self) -> bool:
@@ -170,7 +170,7 @@ def _option(weighed: Weighed, view: RouteView) -> _Option | None:
         len(outputs) <= view.slots_free and _needed_now(weighed, view, outputs) <= view.cells_free
     )
     load = Load(
-        queued_ahead=view.queued,
+        queued_ahead=view.before_it,
         running=view.running,
         concurrency=view.concurrency,
         must_wait=not fits_now,
@@ -178,7 +178,7 @@ def _option(weighed: Weighed, view: RouteView) -> _Option | None:
     )
     if serves and view.shut:
         return _Option(view, outputs, False, None, Unknown(view.why_pressed()))
-    starts_now = serves and fits_now and view.queued == 0 and view.running < view.concurrency
+    starts_now = serves and fits_now and view.before_it == 0 and view.running < view.concurrency
     if not serves and view.load_eta_ms is None:
         eta: Eta | Unknown = Unknown("The model is being loaded, and no load of it was timed here yet.")
         return _Option(view, outputs, starts_now, None, eta)

@@ -79,6 +79,15 @@ class OperatorOnly(RelevoError):
     retry = False
 
 
+class NotGranted(RelevoError):
+    """The key of this request does not allow what it asks for."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "not_granted"
+    retry = False
+
+
 class HostNotAllowed(RelevoError):
     """This host name is not on the allow-list. Add it under `server.allowed_hosts` in the configuration."""
 

@@ -49,7 +49,7 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
     expected_outputs: tuple[int, ...] | None = None
     """What its answers are likely to need, where the client named no limit and leases grow: enough to start with."""
     priority: int = 0
-    """Among requests; carried to the lane, not weighed here."""
+    """Among requests. The lane goes by it; here it counts as what `RouteView.ahead` says of it."""
     policy: Policy = Policy.AUTO
     deadline_s: float | None = None
     """The longest the client wants to wait for the first token; None: as long as the lane allows."""
@@ -71,6 +71,8 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     running: int
     queue_limit: int
     concurrency: int
+    ahead: int | None = None
+    """Of those who wait, how many would start before this request; None: all of them."""
     breaker_open: bool = False
     reopens_in_s: float | None = None
     """Until its next probe or its next start; None: not by itself."""
@@ -119,6 +121,11 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def has_room(self) -> bool:
         """Whether its line takes one more."""
         return self.queued < self.queue_limit
+
+    @property
+    def before_it(self) -> int:
+        """How many who wait would start before the request that is weighed."""
+        return self.queued if self.ahead is None else self.ahead
 
     def limits(self) -> dict[str, int]:
         """The `limits` of the outer contract."""

@@ -22,7 +22,7 @@ from relevo.core.errors import DeadlinePassed, EngineFailed, QueueFull, ResumeEx
 from relevo.core.events import AttemptEnded, Ended, Piece, Prefilled, Routed, Step, Submit
 from relevo.core.forecast import Observation
 from relevo.core.handover import BecomeResumable, Continue, Fail, Grade, LostAttempt, Restart, Way, Wish, on_route_lost
-from relevo.core.lane import Full
+from relevo.core.lane import Full, Place
 from relevo.core.request import RequestState
 from relevo.journal import ChangeState, EndRequest, Journal
 from relevo.journal.records import RequestRecord
@@ -114,7 +114,7 @@ class Dispatcher:
             # A deadline is one for starting, which it met: a lost route, or a resume, begins another wait.
             wait_s = route.lane_config.deadline_s if work.ask.deadline_s is None else work.ask.deadline_s
             work.deadline = self._clock() + wait_s
-        place = route.lane.enter(work.request_id, self._clock(), work.deadline, work.ask.owner, handed_over=handed_over)
+        place = self._enter(route, work, handed_over=handed_over)
         if isinstance(place, Full):
             raise QueueFull(retry_after_s=1.0)
         work.route = route_name
@@ -123,6 +123,16 @@ class Dispatcher:
             return None
         old = work.move(RequestState.QUEUED)
         return ChangeState(id=work.request_id, old=str(old), new=str(work.state), at=self._wall())
+
+    def _enter(self, route: Route, work: Work, *, handed_over: bool) -> Place | Full:
+        return route.lane.enter(
+            work.request_id,
+            self._clock(),
+            work.deadline,
+            work.ask.owner,
+            handed_over=handed_over,
+            priority=work.ask.priority,
+        )
 
     def pump(self, route: Route) -> None:
         """Give cells to whoever is parked on a route, start what may start there, end what waited too long."""
@@ -154,7 +164,7 @@ class Dispatcher:
 
     def _put_back(self, route: Route, work: Work) -> None:
         self._let_go(route, work)
-        route.lane.enter(work.request_id, self._clock(), work.deadline, work.ask.owner, handed_over=True)
+        self._enter(route, work, handed_over=True)
 
     def _start_attempt(self, route: Route, work: Work) -> None:
         frame = Submit(
@@ -370,7 +380,7 @@ class Dispatcher:
                 delivered=work.delivered,
                 delivered_bytes=sum(c.text_bytes for c in work.choices),
                 choices=len(work.choices),
-                policy=named(Policy, work.ask.policy),
+                policy=named(Policy, work.ask.policy or Policy.AUTO),
                 wish=named(Wish, work.wish),
                 attempts=work.attempt - work.gave_way,  # those say nothing about it
                 alone_kills=work.alone_kills,

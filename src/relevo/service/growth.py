@@ -127,6 +127,7 @@ class Growth:
                     held=answer.held,
                     set_aside=answer.set_aside,
                     limit=answer.limit,
+                    priority=work.ask.priority,
                     unseen=unseen,
                 )
                 for answer in lease.answers

@@ -45,6 +45,11 @@ def wanted_outputs(ask: Ask, model: ModelConfig) -> tuple[int, ...]:
     return (limit,) * ask.n
 
 
+def effective_policy(ask: Ask, model: ModelConfig) -> str:
+    """Which routes it may take: as the request or its key says, else as the model's configuration does."""
+    return model.policy if ask.policy is None else ask.policy
+
+
 def handover_wish(ask: Ask, model: ModelConfig) -> str:
     """How a handover of a started answer is to be handled: as the client says, else as the operator configured."""
     return model.handover if ask.handover == "auto" else ask.handover

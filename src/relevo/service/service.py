@@ -28,7 +28,7 @@ from relevo.core.request import RequestState, new_request_id
 from relevo.journal import AcceptRequest, Journal
 from relevo.journal.bodies import LARGE_BYTES
 from relevo.service.dispatcher import Dispatcher
-from relevo.service.intake import effective_sampling, handover_wish, prompt_tokens_of, wanted_outputs
+from relevo.service.intake import effective_policy, effective_sampling, handover_wish, prompt_tokens_of, wanted_outputs
 from relevo.service.metrics import Metrics
 from relevo.service.recovery import StoredAsk, restore
 from relevo.service.routes import ServedModel
@@ -78,7 +78,8 @@ class RelevoService:
         if self.draining:
             raise Draining(retry_after_s=5.0)
         model = self._model(ask.model)
-        ask = msgspec.structs.replace(ask, model=model.name)
+        # From here on the policy is the request's own: a later change of the configuration does not change it.
+        ask = msgspec.structs.replace(ask, model=model.name, policy=effective_policy(ask, model.config))
         once = what_must_run_once(ask)
         if once is None:
             return await self._begin(model, ask)

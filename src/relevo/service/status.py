@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from relevo import __version__
 from relevo.core.admission import (
     Admit,
@@ -72,10 +74,18 @@ class StatusBoard:
             outputs=outputs,
             output_is_default=ask.max_output_tokens is None,
             expected_outputs=tuple(expected_output(model.preferred.forecast.outputs, ask, limit) for limit in outputs),
-            policy=named(Policy, ask.policy),
+            priority=ask.priority,
+            policy=named(Policy, ask.policy or model.config.policy),
             deadline_s=ask.deadline_s,
         )
-        return decide(weighed, in_preference([self.view(route) for route in model.routes.values()]))
+        return decide(weighed, in_preference([self._view_for(ask, route) for route in model.routes.values()]))
+
+    def _view_for(self, ask: Ask, route: Route) -> RouteView:
+        """A route as admission sees it for this request: who waits there and has the lower priority is behind it."""
+        view = self.view(route)
+        if not view.queued:
+            return view
+        return msgspec.structs.replace(view, ahead=route.lane.ahead_of(ask.priority, time.monotonic()))
 
     def view(self, route: Route) -> RouteView:
         """A route as admission sees it."""
@@ -114,7 +124,7 @@ class StatusBoard:
             return RouteState.STOPPED
         if state is RouteState.SERVING and route.closed_reason is not None:
             return RouteState.BACKING_OFF
-        if state is RouteState.BACKING_OFF and (berth.posture is Posture.RESTING or not berth.first.is_set()):
+        if state is RouteState.BACKING_OFF and (berth.rests or not berth.first.is_set()):
             return RouteState.STARTING  # it only waits for its turn, or for work
         return state
 
@@ -129,7 +139,7 @@ class StatusBoard:
         """Why it does not serve, or None when it does."""
         berth = self.fleet.berths[route.replica.name]
         held = berth.held
-        if berth.posture in (Posture.DORMANT, Posture.RESTING):
+        if berth.posture is Posture.DORMANT or berth.rests:
             return None
         if held.breaker.state is not BreakerState.CLOSED:
             return f"The breaker of {held.name} is {held.breaker.state}: {held.breaker.cause}"
@@ -175,7 +185,7 @@ class StatusBoard:
 
     def _rests(self, route: Route) -> bool:
         """Whether it takes work although no worker runs: it is loaded when work comes."""
-        return self.fleet.berths[route.replica.name].posture is Posture.RESTING
+        return self.fleet.berths[route.replica.name].rests
 
     @staticmethod
     def standby_view(standby: Standby | NoStandby) -> dict[str, Any] | None:

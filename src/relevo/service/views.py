@@ -50,6 +50,8 @@ def weighed_view(work: Work, verdict: Admit | Delay | Redirect, route: Route) ->
     cells = route.cells.need_cells(len(work.prompt_tokens), outputs)
     return {
         "verdict": type(verdict).__name__.lower(),
+        "policy": work.ask.policy,
+        "priority": work.ask.priority,
         "route": verdict.route,
         "device": verdict.device,
         "prompt_tokens": len(work.prompt_tokens),
@@ -90,6 +92,8 @@ def live_record(work: Work, relevo: dict[str, Any], record: RequestRecord) -> di
         "model": work.ask.model,
         "kind": work.ask.kind,
         "n": len(work.choices),
+        "policy": work.ask.policy,
+        "priority": work.ask.priority,
         "created": work.created,
         "ended": work.ended_at,
         "reason": work.reason,
@@ -110,12 +114,15 @@ def past_record(record: RequestRecord) -> dict[str, Any]:
     result = msgspec.json.decode(record.result) if record.result is not None else None
     relevo = result.pop("relevo", None) if result is not None else None
     error = result.pop("error", None) if result is not None else None
+    weighed = _decoded(record.weighed)
     return {
         "id": summary.id,
         "state": summary.state,
         "model": summary.model,
         "kind": summary.kind,
         "n": None if result is None else len(result.get("choices", [])),
+        "policy": (weighed or {}).get("policy"),
+        "priority": (weighed or {}).get("priority"),
         "created": summary.created,
         "ended": summary.ended,
         "reason": summary.reason,
@@ -124,7 +131,7 @@ def past_record(record: RequestRecord) -> dict[str, Any]:
         "attempts": len(record.attempts),
         "events": history(record),
         "forecast": None,
-        "weighed": _decoded(record.weighed),
+        "weighed": weighed,
         "kept_until": summary.kept_until,
         "relevo": relevo,
         "payload_removed_at": summary.blanked,
