@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,7 @@ def test_a_twin_that_may_rest_rests_with_its_memory_leased_and_wakes_when_it_is_
     assert ask(house, "m").json()["relevo"]["standby"]["route"] == "cpu", "it counts as the way out while it rests"
     write(folder(house), Faults(lost=True))
     wait_for("the GPU worker to be gone", lambda: replica(house, "m", "gpu")["state"] != "serving")
+    assert house.http.get("/ready").status_code == 200, "whoever asks before sending must not be sent away"
     answer = ask(house, "m")
     assert answer.status_code == 200 and answer.headers["x-relevo-route"] == "cpu"
     assert replica(house, "m", "cpu")["load"]["posture"] == "wanted"
@@ -177,3 +181,83 @@ def test_a_load_that_was_reduced_is_loaded_in_full_once_there_is_room_for_it(bui
     )
     assert full["load"]["step"] == "admit" and not full["load"]["changes"]
     assert ask(house, "m").headers["x-relevo-route"] == "gpu"
+
+
+def assert_leases_are_of_the_living(house: House) -> None:
+    """After all is quiet: no lease is under way, each has its worker, and the sums agree."""
+
+    def quiet() -> bool:
+        status = house.status()
+        serving = {r["name"] for r in status["replicas"] if r["state"] == "serving"}
+        return all(
+            d["returning_bytes"] == 0
+            and d["leased_bytes"] == sum(lease["bytes"] for lease in d["leases"])
+            and all(lease["state"] == "settled" and lease["holder"] in serving for lease in d["leases"])
+            for d in status["devices"]
+        )
+
+    wait_for("the leases to be those of the living", quiet, 15)
+
+
+def test_a_worker_that_crashed_waits_for_its_own_memory_and_comes_back_as_it_was(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(450, {"m": "least_context_tokens = 512\n"})).start()
+    house.kill_worker("gpu")
+    wait_for("the worker to be back", lambda: replica(house, "m", "gpu")["incarnation"] == 2)
+    wait_for("the GPU to serve", serving(house, "m", "gpu"))
+    load = replica(house, "m", "gpu")["load"]
+    assert (load["step"], load["context_tokens"], load["changes"]) == ("admit", 2048, [])
+    assert "m/hybrid" not in house.log.read_text(), "no part of it was loaded in between"
+    assert_leases_are_of_the_living(house)
+
+
+def test_a_neighbour_takes_from_one_idle_model_where_one_is_enough_although_readings_lag(build: Build) -> None:
+    house = build("--host", "127.0.0.1", config=config(1100, {"a": FIXED, "b": FIXED})).start()
+    wait_for("readings without loads", lambda: all(x["state"] == "settled" for x in device(house)["leases"]))
+    free = device(house)["available_bytes"]
+    write(folder(house), Faults(external_bytes=free + 60 * MIB, lag_s=1.5))
+    wait_for("one to give way", lambda: len(device(house)["leases"]) == 1, 10)
+    time.sleep(3.0)
+    assert len(device(house)["leases"]) == 1, "the other one's memory was not needed"
+
+
+def test_a_worker_that_is_killed_while_it_leaves_does_not_keep_the_others_or_mislead(build: Build) -> None:
+    lines = "yield_s = 3.0"
+    house = build("--host", "127.0.0.1", config=config(1100, {"a": FIXED, "b": FIXED}, lines)).start()
+    with ThreadPoolExecutor(2) as callers:
+        answers = [callers.submit(ask, house, model, 600) for model in ("a", "b")]
+        wait_for("both to run", lambda: all(lane(house, m, "gpu")["running"] for m in ("a", "b")))
+        write(folder(house), Faults(external_bytes=device(house)["available_bytes"] + 55 * MIB))
+        leaving = wait_for("one to leave", lambda: posture(house, "leaving"), 10)[0]
+        assert "ends its work" in leaving["reason"]
+        os.kill(leaving["pid"], signal.SIGKILL)
+        wait_for("it to be gone", lambda: replica(house, leaving["model"], "gpu")["pid"] is None)
+        assert "ends its work" not in replica(house, leaving["model"], "gpu")["reason"]
+        write(folder(house), Faults(external_bytes=900 * MIB))
+        wait_for("the other to give its memory back, too", lambda: not device(house)["leases"], 20)
+        assert [answer.result().status_code for answer in answers] == [200, 200]
+    assert_leases_are_of_the_living(house)
+
+
+def test_a_model_whose_file_is_broken_does_not_close_the_devices_of_the_others(build: Build, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    content = bytearray(Path(find()).read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 2 * MIB] = b"\xff" * (2 * MIB)  # scales that are no numbers
+    broken.write_bytes(content)
+    text = config(1100, {"good": FIXED, "broken": FIXED})
+    good, rest = text.split("[models.broken]")
+    house = build("--host", "127.0.0.1", config=f"{good}[models.broken]{rest.replace(str(find()), str(broken))}")
+    house.start(both_routes=False)
+    for route in ("cpu", "gpu"):
+        wait_for("three failures", lambda r=route: replica(house, "broken", r)["incarnation"] > 3, 30)
+    assert "not finite" in replica(house, "broken", "cpu")["last_death"]["cause"]
+    assert {d["breaker"]["state"] for d in house.status()["devices"]} == {"closed"}
+    assert ask(house, "good").headers["x-relevo-route"] == "gpu"
+
+
+def lane(house: House, model: str, route: str) -> dict[str, Any]:
+    return next(x for x in house.status()["lanes"] if (x["model"], x["route"]) == (model, route))
+
+
+def posture(house: House, name: str) -> list[dict[str, Any]]:
+    return [r for r in house.status()["replicas"] if r["load"] and r["load"]["posture"] == name]

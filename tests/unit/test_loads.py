@@ -477,3 +477,15 @@ def test_a_file_that_was_replaced_is_not_loaded_beside_what_was_read_of_the_old_
     assert "restart Relevo" in (first.route.waiting_reason or "")
     (tmp_path / "aside").rename(path)
     assert house.lease(first) is not None
+
+
+def test_a_twin_at_rest_that_cannot_wake_does_not_count_as_a_way_out() -> None:
+    house = PlayedHouse()
+    twin = house.add("m", 300, route="cpu", held=house.host)
+    twin.posture = Posture.RESTING
+    house.lease(twin)
+    assert twin.rests
+    house.loads.hold_back(twin, "The file of m cannot be read.")
+    assert not twin.rests
+    house.lease(twin)
+    assert twin.rests, "it is tried again with the next request"

@@ -286,6 +286,11 @@ class Berth:
         return bool(self.route.running) or self.route.lane.queued > 0
 
     @property
+    def rests(self) -> bool:
+        """Whether it is loaded as soon as work comes: nothing keeps it from waking."""
+        return self.posture is Posture.RESTING and self.route.waiting_reason is None
+
+    @property
     def shown(self) -> bool:
         """Whether people should see it: a hybrid route only where it is, or was last, needed."""
         return self.posture is not Posture.DORMANT

@@ -74,6 +74,7 @@ class Loads:
     def _hindrance(self, berth: Berth) -> float | None:
         """Seconds to wait before asking again; None when a load may be tried now."""
         if berth.posture is Posture.RESTING and not self._is_wanted(berth):
+            berth.route.waiting_reason = berth.said = None
             return LOADING_S
         if berth.whole is not None and not self._needs_part(berth.whole):
             berth.posture = Posture.DORMANT
@@ -82,7 +83,8 @@ class Loads:
             return LOADING_S
         other = self._other_loading(berth)
         if other is not None:
-            berth.route.waiting_reason = f"It starts after {other.route.replica.name}, which is being loaded."
+            if berth.posture is not Posture.RESTING:  # of one that rests it would read as if it could not wake
+                berth.route.waiting_reason = f"It starts after {other.route.replica.name}, which is being loaded."
             return LOADING_S
         wait_s = self._breaker_wait_s(berth)
         return self._promised_wait_s(berth) if wait_s is None else wait_s
