@@ -110,6 +110,7 @@ def test_a_number_that_is_none_is_refused(house: House, literal: str) -> None:
     [
         ("x-relevo-policy", ["gpu", "-"]),
         ("x-relevo-handover", ["exact"]),
+        ("x-relevo-priority", ["high", "101", "1.5", ""]),
         ("x-relevo-deadline-s", ["0", "-1", "nan", "inf", "1e9", "soon", ""]),
         ("idempotency-key", ["", '""', "x" * 256]),
     ],

@@ -17,7 +17,14 @@ from tests.integration.fakes.fake_service import FakeService
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 FIELDS = sorted({*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *REFUSED, "made_up"})
-HEADERS = [b"idempotency-key", b"x-relevo-policy", b"x-relevo-handover", b"x-relevo-deadline-s", b"authorization"]
+HEADERS = [
+    b"idempotency-key",
+    b"x-relevo-policy",
+    b"x-relevo-priority",
+    b"x-relevo-handover",
+    b"x-relevo-deadline-s",
+    b"authorization",
+]
 HEADERS += [b"x-stainless-retry-count", b"origin", b"host", b"content-encoding", b"content-length", b"last-event-id"]
 
 numbers = st.integers(-(10**20), 10**20) | st.floats() | st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 1e308])

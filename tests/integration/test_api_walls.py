@@ -387,7 +387,7 @@ def test_trailers_after_a_body_are_no_headers(house: House):
     )
     answer = split_answer(house.raw(data + b"Idempotency-Key: smuggled\r\nx-relevo-policy: cpu-only\r\n\r\n"))
     assert answer[0] == 200
-    assert (house.service.asks[0].idempotency_key, house.service.asks[0].policy) == (None, "auto")
+    assert (house.service.asks[0].idempotency_key, house.service.asks[0].policy) == (None, None)
 
 
 def test_an_offer_of_http2_beside_a_body_is_passed_over(house: House):

@@ -86,6 +86,29 @@ def refused(error: type[RelevoError], weighed: Weighed, *routes: RouteView) -> R
     return verdict.error
 
 
+# -- priorities
+
+
+def test_only_those_who_would_start_before_it_are_waited_for() -> None:
+    line = busy(gpu(), queued=6)
+    for ahead, position in ((None, 7), (6, 7), (2, 3), (0, 1)):
+        verdict = expect(Delay, decide(ask(), [msgspec.structs.replace(line, ahead=ahead)]))
+        assert verdict.position == position
+    first, last = (decide(ask(), [msgspec.structs.replace(line, ahead=ahead)]) for ahead in (0, 6))
+    assert expect(Delay, first).starts_in_ms < expect(Delay, last).starts_in_ms  # type: ignore[operator]
+
+
+def test_it_starts_at_once_where_all_who_wait_come_after_it() -> None:
+    waiting_for_cells = gpu(queued=1, running=1, cells_free=1000)
+    assert expect(Admit, decide(ask(), [msgspec.structs.replace(waiting_for_cells, ahead=0)])).position == 0
+    assert expect(Delay, decide(ask(), [waiting_for_cells])).position == 2
+
+
+def test_a_full_line_refuses_whatever_the_priority() -> None:
+    full = busy(gpu(queue_limit=6), queued=6, ahead=0)
+    refused(QueueFull, ask(priority=100), full)
+
+
 # -- admit
 
 

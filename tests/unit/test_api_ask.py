@@ -241,8 +241,10 @@ def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str):
 
 def test_headers_carry_wishes():
     headers = {"idempotency_key": '"a b"', "x_relevo_policy": "GPU-only", "x_relevo_handover": "continuous"}
+    headers["x_relevo_priority"] = "-3"
     ask = chat(headers={**headers, "x_relevo_deadline_s": "2.5", "x_stainless_retry_count": "2"})
     assert (ask.idempotency_key, ask.policy, ask.handover) == ("a b", "gpu-only", "continuous")
+    assert ask.priority == -3
     assert (ask.deadline_s, ask.client_retry, ask.kept) == (2.5, 2, True)
 
 

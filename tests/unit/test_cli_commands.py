@@ -120,6 +120,27 @@ def test_a_revoked_key_is_listed_as_revoked_and_cannot_be_revoked_again(capsys: 
     assert "desk" in complaint(capsys)
 
 
+def test_a_keys_policy_and_priority_are_set_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "create", "desk", "--policy", "gpu-only", "--priority", "5", "--json"]) == EXIT_OK
+    made = printed_json(capsys)
+    assert (made["policy"], made["policy_fixed"], made["priority"]) == ("gpu-only", False, 5)
+    assert main(["keys", "set", "desk", "--priority", "-5", "--policy-fixed"]) == EXIT_OK
+    assert "gpu-only, fixed and the priority -5" in capsys.readouterr().out
+    assert main(["keys", "list"]) == EXIT_OK
+    assert "gpu-only, fixed" in capsys.readouterr().out
+    assert main(["keys", "set", "desk", "--policy", "model", "--no-policy-fixed", "--json"]) == EXIT_OK
+    changed = printed_json(capsys)
+    assert (changed["policy"], changed["policy_fixed"], changed["priority"]) == (None, False, -5)
+
+
+@pytest.mark.parametrize("nothing", [[], ["--priority", "101"], ["--policy-fixed"]])
+def test_a_key_is_not_set_to_what_cannot_be(nothing: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["keys", "create", "desk"])
+    capsys.readouterr()
+    assert main(["keys", "set", "desk", *nothing]) == EXIT_FAILED
+    assert len(complaint(capsys)) > 20
+
+
 def test_keys_live_in_the_state_folder_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "create", "desk", "--state", str(tmp_path / "other")]) == EXIT_OK
     assert (tmp_path / "other" / "keys.json").exists()

@@ -151,6 +151,11 @@ def test_an_emulated_device_needs_a_declared_size() -> None:
     assert "total_bytes" in mistake("[devices.gpu0]\nkind = 'emulated'")
 
 
+def test_a_model_without_a_device_cannot_be_for_the_gpu_only() -> None:
+    assert "models.a.policy" in mistake("[models.a]\npath='a'\ndevice=''\npolicy='gpu-only'")
+    assert "models.a.policy" in mistake("[models.a]\npath='a'\ndevice=''\npolicy='fast'")
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(Path("/nowhere/relevo.toml"))

@@ -393,28 +393,31 @@ class LaneMachine(RuleBasedStateMachine):
     def start(self, queue_limit: int, concurrency: int, handover: int | None) -> None:
         self.lane = Lane("cpu", queue_limit, concurrency, handover)
         self.now = 0.0
-        self.moved: list[tuple[str, float]] = []
-        self.line: list[tuple[str, float]] = []
+        self.moved: list[tuple[str, float, float]] = []  # name, deadline, and when it would have come with priority 0
+        self.line: list[tuple[str, float, float]] = []
         self.runs: set[str] = set()
 
     def known(self) -> set[str]:
-        return {name for name, _ in self.moved + self.line} | self.runs
+        return {name for name, *_ in self.moved + self.line} | self.runs
 
-    @rule(name=names, wait=st.integers(0, 6), handed_over=st.booleans())
-    def enter(self, name: str, wait: int, handed_over: bool) -> None:
+    @rule(name=names, wait=st.integers(0, 6), handed_over=st.booleans(), priority=st.just(0) | st.integers(-3, 3))
+    def enter(self, name: str, wait: int, handed_over: bool, priority: int) -> None:
         if name in self.known():
             with pytest.raises(OurBug):
                 self.lane.enter(name, self.now, None, handed_over=handed_over)
             return
         where = self.moved if handed_over else self.line
         limit = self.lane.handover_limit if handed_over else self.lane.queue_limit
-        answer = self.lane.enter(name, self.now, self.now + wait, handed_over=handed_over)
+        ahead = self.lane.ahead_of(priority, self.now)
+        answer = self.lane.enter(name, self.now, self.now + wait, handed_over=handed_over, priority=priority)
         if limit is not None and len(where) >= limit:
             assert isinstance(answer, Full)
         else:
-            where.append((name, self.now + wait))
+            where.append((name, self.now + wait, self.now - 2 * priority))
+            where.sort(key=lambda each: each[2])  # stable: equals stay as they came
             assert not isinstance(answer, Full)
             assert answer.position == self.lane.position(name)
+            assert handed_over or answer.position == ahead + 1
 
     @rule(name=names)
     def leave(self, name: str) -> None:
@@ -426,7 +429,7 @@ class LaneMachine(RuleBasedStateMachine):
     @rule(passed=st.integers(0, 3), fitting=st.sets(names) | st.just({f"req_{n}" for n in range(13)}))
     def start_next(self, passed: int, fitting: set[str]) -> None:
         self.now += passed
-        expired = {name for name, deadline in self.moved + self.line if deadline <= self.now}
+        expired = {name for name, deadline, _ in self.moved + self.line if deadline <= self.now}
         self.moved = [each for each in self.moved if each[0] not in expired]
         self.line = [each for each in self.line if each[0] not in expired]
         expected = []
@@ -447,7 +450,7 @@ class LaneMachine(RuleBasedStateMachine):
             lane = self.lane
             assert lane.running <= lane.concurrency
             assert set(lane.running_holders) == self.runs
-            assert list(lane.waiting_holders) == [name for name, _ in self.moved + self.line]
+            assert list(lane.waiting_holders) == [name for name, *_ in self.moved + self.line]
             assert not set(lane.waiting_holders) & set(lane.running_holders)
             assert len(self.line) <= lane.queue_limit
             assert [lane.position(name) for name in lane.waiting_holders] == list(range(1, lane.queued + 1))

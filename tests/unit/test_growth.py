@@ -188,6 +188,17 @@ def test_where_all_are_parked_the_newest_is_asked_to_give_way_once() -> None:
     assert street.counted("relevo_cell_give_ways") == 1
 
 
+def test_where_all_are_parked_the_lowest_priority_gives_way_before_the_newest() -> None:
+    street = Street(cells=240)
+    works = [street.run(limit=150, priority=priority) for priority in (0, -1, 5)]
+    for _ in range(200):
+        for work in works:
+            answer = work.cells.answer(0) if work.cells is not None else None
+            if answer is not None and len(work.choices[0].tokens) < answer.held:
+                street.draw(work, 1)
+    assert street.worker.cancelled == ["req_2"]
+
+
 def test_nobody_gives_way_while_a_cancelled_request_is_ending() -> None:
     street = Street(cells=200)
     first, second = street.run(limit=150), street.run(limit=150)

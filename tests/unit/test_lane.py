@@ -1,13 +1,15 @@
-"""A lane: bounded, first come first served, nobody overtakes, nobody starts late."""
+"""A lane: bounded, the higher priority first, then first come first served; nobody starves, nobody starts late."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relevo.core.errors import OurBug
-from relevo.core.lane import Full, Lane, Place, Starts
+from relevo.core.lane import SECONDS_A_POINT, Full, Lane, Place, Starts, rank, risen
 
 
 def everyone(_: str) -> bool:
@@ -164,3 +166,84 @@ def test_the_snapshot_shows_what_the_status_needs() -> None:
 def test_a_lane_where_nothing_can_run_is_our_bug() -> None:
     with pytest.raises(OurBug):
         Lane("chat/gpu", 1, 0)
+
+
+# -- priorities
+
+
+def test_the_higher_priority_goes_first_and_equals_as_they_came() -> None:
+    lane = Lane("chat/gpu", 8, 8)
+    for name, priority in (("a", 0), ("low", -1), ("b", 0), ("high", 5), ("also high", 5)):
+        lane.enter(name, 1.0, None, priority=priority)
+    assert lane.waiting_holders == ("high", "also high", "a", "b", "low")
+    assert [lane.position(name) for name in lane.waiting_holders] == [1, 2, 3, 4, 5]
+    assert lane.start_next(1.0, everyone).start == ("high", "also high", "a", "b", "low")
+
+
+def test_the_place_that_is_given_is_the_one_it_has() -> None:
+    lane = line_of("a", "b")
+    assert lane.enter("high", 2.0, None, priority=9) == Place("chat/gpu", 1)
+    assert lane.enter("low", 2.0, None, priority=-9) == Place("chat/gpu", 4)
+    lane.enter("moved", 2.0, None, handed_over=True, priority=-50)
+    assert lane.position("high") == 2
+
+
+def test_handed_over_work_of_a_low_priority_still_goes_first() -> None:
+    lane = Lane("chat/cpu", 8, 8)
+    lane.enter("new", 0.0, None, priority=100)
+    lane.enter("moved", 0.0, None, handed_over=True, priority=-100)
+    lane.enter("moved, dearer", 0.0, None, handed_over=True)
+    assert lane.start_next(0.0, everyone).start == ("moved, dearer", "moved", "new")
+
+
+def test_who_waits_rises_past_those_who_come_later_with_more() -> None:
+    lane = Lane("chat/gpu", 8, 8)
+    lane.enter("waits", 0.0, None, priority=0)
+    gap_s = 5 * SECONDS_A_POINT
+    lane.enter("too late to pass", gap_s + 0.1, None, priority=5)
+    lane.enter("in time to pass", gap_s - 0.1, None, priority=5)
+    assert lane.waiting_holders == ("in time to pass", "waits", "too late to pass")
+
+
+def test_nobody_starves_under_an_endless_stream_of_the_highest_priority() -> None:
+    lane = Lane("chat/gpu", 1000, 1)
+    lane.enter("lowest", 0.0, None, priority=-100)
+    for second in range(1000):
+        now = float(second)
+        lane.enter(f"high {second}", now, None, priority=100)
+        [started] = lane.start_next(now, everyone).start
+        lane.leave(started)
+        if started == "lowest":
+            break
+        assert second * 1.0 <= 200 * SECONDS_A_POINT
+    assert lane.position("lowest") is None
+
+
+def test_a_full_line_refuses_the_highest_priority_too() -> None:
+    lane = line_of("a", "b", queue=2)
+    assert isinstance(lane.enter("high", 3.0, None, priority=100), Full)
+    assert lane.waiting_holders == ("a", "b")
+
+
+def test_the_large_one_is_not_overtaken_by_a_small_one_of_its_own_priority() -> None:
+    lane = Lane("chat/gpu", 8, 8)
+    lane.enter("large", 0.0, None, priority=5)
+    lane.enter("small", 0.0, None, priority=5)
+    lane.enter("smaller", 0.0, None)
+    assert lane.start_next(1.0, only("small", "smaller")) == Starts()
+
+
+def test_how_many_are_ahead_is_told_before_it_enters() -> None:
+    lane = line_of("a", "b")
+    lane.enter("moved", 2.0, None, handed_over=True)
+    assert [lane.ahead_of(priority, 2.0) for priority in (0, 100, -100)] == [3, 1, 3]
+    assert lane.ahead_of(1, 2.0) == 2, "b came one second ago, and a point is worth two"
+
+
+@given(
+    st.lists(st.tuples(st.integers(-100, 100), st.integers(0, 500)), min_size=2, max_size=8), st.integers(500, 10_000)
+)
+def test_the_order_is_that_of_the_risen_priorities_at_any_time(came: list[tuple[int, int]], now: int) -> None:
+    by_rank = sorted(came, key=lambda c: rank(c[0], float(c[1])))
+    figures = [risen(priority, float(now - since)) for priority, since in by_rank]
+    assert figures == sorted(figures, reverse=True)
