@@ -54,13 +54,23 @@ class Street:
         headers |= {} if policy is None else {"x-relevo-policy": policy}
         return httpx2.post(f"{self.house.url}{CHAT}", json=body(2), headers=headers, timeout=50)
 
+    def leave_in_line(self, key: str, pool: concurrent.futures.Executor, name: str) -> None:
+        """Ask for something that is kept under this name, and do not wait for the answer."""
+        headers = {"authorization": f"Bearer {key}", "idempotency-key": name}
+        waiting = self.queued()
+        pool.submit(httpx2.post, f"{self.house.url}{CHAT}", json=body(2), headers=headers, timeout=50)
+        wait_for("it to wait in line", lambda: self.queued() > waiting, 10)
+
     def queued(self) -> int:
         return int(self.house.status()["lanes"][0]["queued"])
 
     def started(self, answer: httpx2.Response) -> float:
         assert answer.status_code == 200, answer.text
-        record = self.house.record(answer.headers["x-request-id"])
-        return float(next(e["at"] for e in record["events"] if e["kind"] == "attempt"))
+        return started_at(self.house.record(answer.headers["x-request-id"]))
+
+
+def started_at(record: dict[str, Any]) -> float:
+    return float(next(e["at"] for e in record["events"] if e["kind"] == "attempt"))
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +135,20 @@ def test_a_persons_view_of_a_request_names_its_policy_and_priority(street: Stree
     ).stdout  # fmt: skip
     lines = dict(line.split(None, 1) for line in shown.splitlines() if len(line.split(None, 1)) == 2)
     assert (lines["policy"], lines["priority"]) == ("cpu-only", "7")
+
+
+def test_after_a_crash_the_line_still_goes_by_priority(street: Street) -> None:
+    house = street.house
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        headers = {"authorization": f"Bearer {street.cheap}"}
+        with house.http.stream("POST", CHAT, json=body(1500, stream=True), headers=headers) as running:
+            next(stream_lines(running))
+            street.leave_in_line(street.cheap, pool, "cheap")
+            street.leave_in_line(street.dear, pool, "dear")
+            house.kill()
+    house.start(both_routes=False)
+    house.http.headers["authorization"] = f"Bearer {(house.state / 'operator.key').read_text()}"
+    ids = [house.records(idempotency_key=name)[0]["id"] for name in ("dear", "cheap")]
+    dear, cheap = (house.wait_state(request_id, "completed") for request_id in ids)
+    assert (dear["priority"], cheap["priority"]) == (20, -20)
+    assert started_at(dear) < started_at(cheap)
