@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from relevo.core.errors import ModelFileError
+from relevo.core.events import StartModel
 from relevo.models.fingerprint import (
     AGREEING_FIELDS,
     Fingerprint,
@@ -19,6 +21,7 @@ from relevo.models.fingerprint import (
     weights_digest,
 )
 from relevo.models.gguf import read_header
+from relevo.service.identity import placement
 
 from . import gguf_writer as w
 
@@ -135,3 +138,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_trusted(tmp_path: Path) -> 
 
     with pytest.raises(ModelFileError, match=r"changed|ended"):
         weights_digest(path, tmp_path, meddle)
+
+
+def test_a_part_of_a_model_on_a_device_is_not_taken_for_the_whole_of_it() -> None:
+    whole = StartModel(model="m", route="gpu", path="m.gguf", libraries="", context_tokens=512, slots=1, gpu_layers=33)
+    part = replace(whole, route="hybrid", gpu_layers=20)
+    assert placement(whole) == placement(replace(whole, context_tokens=256))
+    forms = {
+        placement(start) for start in (whole, part, replace(whole, repack=False), replace(whole, ubatch_tokens=64))
+    }
+    assert len({placement(start) for start in (whole, *others)}) == 4

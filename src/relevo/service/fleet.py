@@ -12,7 +12,7 @@ import msgspec
 
 from relevo.core.breaker import BreakerState, FaultKind, Transition
 from relevo.core.errors import DeviceNotFound, RelevoError
-from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, Step
+from relevo.core.events import AttemptEnded, Prefilled, ProbeAnswer, Ready, StartModel, Step
 from relevo.journal import Journal, PutFact, WorkerGone, WorkerStarted
 from relevo.processes.identity import Identity
 from relevo.replicas.death import Death
@@ -112,7 +112,7 @@ class Fleet:
         self._metrics.worker_up.labels(replica.model, replica.route).set(1)
         self._changed()
         berth.known_answer = ready.probe_tokens  # one that differs from earlier workers' is found by its fingerprint
-        self._tasks.create_task(self._identify(berth, ready), name=f"identity of {replica.name}")
+        self._tasks.create_task(self._identify(berth, ready, berth.planned()), name=f"identity of {replica.name}")
         if berth.held.breaker.state is BreakerState.CLOSED:
             self._dispatcher.pump(berth.route)
         else:
@@ -131,11 +131,12 @@ class Fleet:
                 held.ledger.settle(lease, observed)
         self._learning.loaded(berth, ready)
 
-    async def _identify(self, berth: Berth, ready: Ready) -> None:
+    async def _identify(self, berth: Berth, ready: Ready, start: StartModel) -> None:
         """Fingerprint it. A worker that computes otherwise than it did before is not used."""
         replica = berth.route.replica
+        where = berth.held.device.description
         try:
-            objection = await self._identities.identify(berth.model, berth.route, ready, berth.held.device.description)
+            objection = await self._identities.identify(berth.model, berth.route, ready, start, where)
         except RelevoError as e:
             _log.warning("%s could not be fingerprinted: %s", replica.name, e.message)
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from relevo.core.events import Ready
+from relevo.core.events import Ready, StartModel
 from relevo.journal import Journal, PutFact
 from relevo.models.fingerprint import Fingerprint, differences, fingerprint, weights_digest
 from relevo.service.routes import Route, ServedModel
@@ -16,6 +16,12 @@ from relevo.service.routes import Route, ServedModel
 _log = logging.getLogger("relevo.identity")
 
 ANSWER_FACT = "answer:"
+
+
+def placement(start: StartModel) -> str:
+    """What of a load decides its arithmetic besides library and device: who computes which layers, in what order."""
+    layers = f"{start.gpu_layers} layers on it, experts of {start.host_expert_layers} in RAM"
+    return f"{layers}, {'repacked' if start.repack else 'as filed'}, {start.ubatch_tokens} rows at once"
 
 
 class Identities:
@@ -32,10 +38,13 @@ class Identities:
         hashing = asyncio.to_thread(weights_digest, Path(model.config.path).expanduser(), self._state)
         self._weights[model.name] = tasks.create_task(hashing, name=f"hash {model.name}")
 
-    async def identify(self, model: ServedModel, route: Route, ready: Ready, where: str) -> str | None:
+    async def identify(
+        self, model: ServedModel, route: Route, ready: Ready, start: StartModel, where: str
+    ) -> str | None:
         """Give the route its fingerprint. Returns a sentence when this worker must not be used, else None.
 
-        `where` describes the device and its driver: a new driver may answer otherwise, and is another fingerprint.
+        `start` is how it was loaded, reduced or in parts as it may be; `where` describes the device and its driver.
+        Each of these may answer otherwise, and is another fingerprint.
 
         It must not be used where its answer to the fixed probe is not the one that the same fingerprint gave before:
         then something computes differently than it did, and nobody was told.
@@ -45,11 +54,11 @@ class Identities:
             model.header,
             await self._weights[model.name],
             text.template_digest,
-            kv_type=model.config.kv_type if model.config.profile == "fast" else "q8_0",
-            flash_attention=model.flash_attention,
+            kv_type=start.kv_type,
+            flash_attention=start.flash_attention,
             profile=model.config.profile,
             engine=ready.engine,
-            library=f"{ready.library} on {ready.device}, {where}",
+            library=f"{ready.library} on {ready.device}, {where}, {placement(start)}",
         )
         route.fingerprint = found.short
         self._known[model.name, route.name] = found
