@@ -144,7 +144,5 @@ def test_a_part_of_a_model_on_a_device_is_not_taken_for_the_whole_of_it() -> Non
     whole = StartModel(model="m", route="gpu", path="m.gguf", libraries="", context_tokens=512, slots=1, gpu_layers=33)
     part = replace(whole, route="hybrid", gpu_layers=20)
     assert placement(whole) == placement(replace(whole, context_tokens=256))
-    forms = {
-        placement(start) for start in (whole, part, replace(whole, repack=False), replace(whole, ubatch_tokens=64))
-    }
+    others = (part, replace(whole, repack=False), replace(whole, ubatch_tokens=64))
     assert len({placement(start) for start in (whole, *others)}) == 4
