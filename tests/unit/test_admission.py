@@ -343,7 +343,8 @@ def test_a_model_without_routes_cannot_be_served() -> None:
 def test_who_insists_on_a_lost_gpu_is_refused_and_told_of_the_cpu() -> None:
     error = refused(PolicyRefuses, ask(policy=Policy.GPU_ONLY), gpu(breaker_open=True, reopens_in_s=9.0), cpu())
     assert error.message == (
-        "The policy gpu-only was asked for. The gpu route is closed to work until probes have succeeded on gpu0. "
+        "The policy of this request is gpu-only. "
+        "The gpu route is closed to work until probes have succeeded on gpu0. "
         "Without it the request could run on: cpu."
     )
     assert error.retry_after_s == 9.0

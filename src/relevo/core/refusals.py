@@ -111,7 +111,7 @@ def _policy_sentence(
         why = f"{need_of(weighed)}, and there is: {limits_of(allowed)}. {smallest_change(weighed, allowed)}"
     else:
         why = able[0].why_not_open()
-    return f"The policy {weighed.policy} was asked for. {why}{could}"
+    return f"The policy of this request is {weighed.policy}. {why}{could}"
 
 
 def queue_full(views: Sequence[RouteView]) -> RelevoError:
