@@ -80,7 +80,10 @@ class PlayedHouse:
         self.device = self.hold("gpu0")
         self.host = self.hold("host")
         self.loads = Loads(cast(DryRuns, None), lambda: None)
-        dispatcher: Any = SimpleNamespace(reconsider_waiting=lambda _: None, pump=lambda _: None)
+        self.led_on: list[str] = []
+        dispatcher: Any = SimpleNamespace(
+            reconsider_waiting=lambda route: self.led_on.append(route.replica.name), pump=lambda _: None
+        )
         fleet: Any = SimpleNamespace(loads=self.loads, berths=self.loads.berths, devices={"gpu0": self.device})
         self.watch = Watch(fleet, dispatcher, cast(Any, None), lambda: None)
 
@@ -489,3 +492,17 @@ def test_a_twin_at_rest_that_cannot_wake_does_not_count_as_a_way_out() -> None:
     assert not twin.rests
     house.lease(twin)
     assert twin.rests, "it is tried again with the next request"
+
+
+def test_what_waits_for_a_route_that_never_comes_is_led_to_the_one_that_came() -> None:
+    house = PlayedHouse()
+    whole = house.add("m", 600)
+    twin = house.add("m", 300, route="cpu", held=house.host)
+    whole.model.routes["cpu"] = twin.route
+    whole.route.lane.enter("r", 0.0, None, "", handed_over=True)
+    house.watch._lead_on(whole)
+    assert not house.led_on, "nobody serves it"
+    house.serve(twin)
+    house.watch._lead_on(whole)
+    house.watch._lead_on(twin)
+    assert house.led_on == ["m/gpu"]

@@ -17,7 +17,7 @@ from relevo.core.errors import (
     RelevoError,
 )
 from relevo.core.forecast import UNKNOWN_RETRY_S, retry_after_s
-from relevo.core.route_view import Policy, RouteView, Weighed
+from relevo.core.route_view import Policy, RouteState, RouteView, Weighed
 
 
 def never_fits(weighed: Weighed, routes: Sequence[RouteView]) -> RelevoError:
@@ -94,7 +94,8 @@ def nothing_open(
             retry_after_s=again_s,
             detail=_detail(weighed, routes),
         )
-    sentences = [view.why_not_open() for view in able]
+    meant = [view for view in able if view.state is not RouteState.STOPPED] or able
+    sentences = list(dict.fromkeys(view.why_not_open() for view in meant))  # one breaker speaks for several routes
     if again_s is not None:
         sentences.append(f"The next try is in about {seconds_text(again_s * 1000)}.")
     return NothingCanServe(" ".join(sentences), retry_after_s=UNKNOWN_RETRY_S if again_s is None else again_s)

@@ -65,6 +65,7 @@ class Watch:
                     self._relieve(held)
             for berth in self._fleet.berths.values():
                 self._note(berth)
+                self._lead_on(berth)
             if now - self._restored_at >= RESTORE_EVERY_S:
                 self._restored_at = now
                 self._restore()
@@ -129,6 +130,14 @@ class Watch:
             if held is berth.held and observed > life.peak_bytes:
                 life.peak_bytes = observed
         self._learning.peaked(berth)
+
+    def _lead_on(self, berth: Berth) -> None:
+        """What waits for a route that does not serve, and may not soon, goes where its model is served meanwhile."""
+        route = berth.route
+        if route.serving or not route.lane.queued:
+            return
+        if any(other.serving for other in berth.model.routes.values() if other is not route):
+            self._dispatcher.reconsider_waiting(route)
 
     def _notice_sleep(self, now: float) -> None:
         """After a suspend no figure is believed until it was read again, and each worker has to answer a probe."""
