@@ -221,10 +221,10 @@ def test_a_neighbour_takes_from_one_idle_model_where_one_is_enough_although_read
 
 
 def test_a_worker_that_is_killed_while_it_leaves_does_not_keep_the_others_or_mislead(build: Build) -> None:
-    lines = "yield_s = 3.0"
+    lines = "yield_s = 2.0"
     house = build("--host", "127.0.0.1", config=config(1100, {"a": FIXED, "b": FIXED}, lines)).start()
     with ThreadPoolExecutor(2) as callers:
-        answers = [callers.submit(ask, house, model, 600) for model in ("a", "b")]
+        answers = [callers.submit(ask, house, model, 250) for model in ("a", "b")]
         wait_for("both to run", lambda: all(lane(house, m, "gpu")["running"] for m in ("a", "b")))
         write(folder(house), Faults(external_bytes=device(house)["available_bytes"] + 55 * MIB))
         leaving = wait_for("one to leave", lambda: posture(house, "leaving"), 10)[0]
