@@ -91,7 +91,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_with_less_and_says_what_it_ga
 
 
 def test_layers_stay_in_ram_when_not_all_fit_and_the_route_says_hybrid(build: Build) -> None:
-    house = build("--host", "127.0.0.1", config=config(400, {"m": "reduce = []\n"})).start(both_routes=False)
+    house = build("--host", "127.0.0.1", config=config(385, {"m": "reduce = []\n"})).start(both_routes=False)
     wait_for("the hybrid route to serve", serving(house, "m", "hybrid"), 40)
     answer = ask(house, "m")
     assert answer.headers["x-relevo-route"] == "hybrid" and answer.headers["x-relevo-degraded"] == "true"

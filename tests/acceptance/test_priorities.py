@@ -23,7 +23,7 @@ CONFIG = f"""
 [models.m]
 path = "{find_demo_model()}"
 device = ""
-context_tokens = 2048
+context_tokens = 8192
 policy = "cpu-only"
 [models.m.cpu_lane]
 concurrency = 1
@@ -89,12 +89,14 @@ def street(opened: Street) -> Iterator[Street]:
 def test_the_dear_keys_requests_start_before_the_cheap_ones_that_came_earlier(street: Street) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         headers = {"authorization": f"Bearer {street.cheap}"}
-        with street.house.http.stream("POST", CHAT, json=body(1500, stream=True), headers=headers) as running:
+        with street.house.http.stream("POST", CHAT, json=body(7000, stream=True), headers=headers) as running:
             next(stream_lines(running))
             calls = []
             for key, priority in ((street.cheap, None), (street.dear, "-5"), (street.cheap, None), (street.dear, None)):
                 calls.append(pool.submit(street.ask, key, priority=priority))
-                wait_for("it to wait in line", lambda: street.queued() == len(calls), 10)
+                wait_for(
+                    f"{len(calls)} to wait in line, not {street.queued()}", lambda: street.queued() == len(calls), 10
+                )
         cheap, lowered, cheap_later, dear = (call.result(50) for call in calls)
     starts = [street.started(answer) for answer in (dear, lowered, cheap, cheap_later)]
     assert starts == sorted(starts)
@@ -141,7 +143,7 @@ def test_after_a_crash_the_line_still_goes_by_priority(street: Street) -> None:
     house = street.house
     with concurrent.futures.ThreadPoolExecutor() as pool:
         headers = {"authorization": f"Bearer {street.cheap}"}
-        with house.http.stream("POST", CHAT, json=body(1500, stream=True), headers=headers) as running:
+        with house.http.stream("POST", CHAT, json=body(7000, stream=True), headers=headers) as running:
             next(stream_lines(running))
             street.leave_in_line(street.cheap, pool, "cheap")
             street.leave_in_line(street.dear, pool, "dear")

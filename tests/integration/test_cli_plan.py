@@ -215,7 +215,7 @@ def test_what_earlier_loads_taught_is_in_the_figures_until_the_engine_is_another
     words = (demo_model, "--device", "cpu", "--context", "512")
     asyncio.run(taught(seen("another engine")))
     untaught = plan(capsys, *words)
-    assert (untaught["tier"], untaught["host_parts"]["context_bytes"]) == ("closed form", 64 * MIB)
+    assert (untaught["tier"], untaught["host_parts"]["context_bytes"]) == ("closed form", 48 * MIB + 320 * 49_152)
     assert untaught["learned"]["observations"] == 0
     asyncio.run(taught(seen(planner.facts.engine)))
     learned = plan(capsys, *words)

@@ -129,6 +129,7 @@ class PlayedHouse:
         self.read(sum(lease.bytes_ for lease in self.device.ledger.leases))
         berth.route.replica.ready = cast(Any, SimpleNamespace(pid=1))  # type: ignore[misc]
         worker(berth).state = ReplicaState.SERVING
+        berth.first.set()
         berth.last_used = time.monotonic() - idle_s
         return life
 
@@ -506,3 +507,16 @@ def test_what_waits_for_a_route_that_never_comes_is_led_to_the_one_that_came() -
     house.watch._lead_on(whole)
     house.watch._lead_on(twin)
     assert house.led_on == ["m/gpu"]
+
+
+def test_at_the_start_the_dearer_model_is_loaded_first_and_then_those_configured_earlier() -> None:
+    house = PlayedHouse()
+    cheap, dear, later = house.add("cheap", 600), house.add("dear", 600, priority=5), house.add("later", 600)
+    for berth in (cheap, dear, later):
+        berth.twin = house.add(f"twin of {berth.model.name}", 1, route="cpu", held=house.host)
+    assert house.lease(cheap) is None and cheap.route.waiting_reason == "It starts after dear/gpu."
+    assert house.lease(later) is None and later.route.waiting_reason == "It starts after cheap/gpu."
+    house.serve(dear)
+    assert house.lease(later) is None and later.route.waiting_reason == "It starts after cheap/gpu."
+    assert house.lease(cheap) is None and "It starts after" not in (cheap.route.waiting_reason or "")
+    assert house.lease(later) is None and "It starts after" not in (later.route.waiting_reason or "")

@@ -81,13 +81,25 @@ class Loads:
             berth.route.waiting_reason = Posture.DORMANT.sentence
             berth.first.set()
             return LOADING_S
-        other = self._other_loading(berth)
+        other = self._other_loading(berth) or self._before(berth)
         if other is not None:
             if berth.posture is not Posture.RESTING:  # of one that rests it would read as if it could not wake
-                berth.route.waiting_reason = f"It starts after {other.route.replica.name}, which is being loaded."
+                which = ", which is being loaded" if other.loading else ""
+                berth.route.waiting_reason = f"It starts after {other.route.replica.name}{which}."
             return LOADING_S
         wait_s = self._breaker_wait_s(berth)
         return self._promised_wait_s(berth) if wait_s is None else wait_s
+
+    def _before(self, berth: Berth) -> Berth | None:
+        """At the start of the service those of higher priority, and those configured earlier, are loaded first."""
+        if berth.first.is_set() or berth.whole is not None or berth.twin is None:
+            return None
+        order = {id(other): (-other.model.config.priority, at) for at, other in enumerate(self.berths.values())}
+        for other in self.berths.values():
+            same = other.held is berth.held and other.whole is None and not other.first.is_set()
+            if same and order[id(other)] < order[id(berth)]:
+                return other
+        return None
 
     def _promised_wait_s(self, berth: Berth) -> float | None:
         """Memory that somebody was ended for is not for whoever happens to look first, least of all that somebody."""

@@ -15,8 +15,8 @@ from relevo.core.events import StartModel
 from relevo.core.memory import learned
 from relevo.core.memory.demand import DEVICE_START, MIB, Demand, DeviceStart, load_options, model_demand
 from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
-from relevo.core.memory.learned import CARD_FLOORS, SMALL_FLOORS, Learned
-from relevo.core.memory.load import COPIES_CACHE
+from relevo.core.memory.learned import CARD_FLOORS, SMALL_FLOORS, Basis, Learned
+from relevo.core.memory.load import COPIES_CACHE, VOCABULARY_BYTES_A_TOKEN
 from relevo.core.memory.repack import X86_TYPES
 from relevo.core.memory.shape import ModelShape
 from relevo.core.memory.tier import Tier
@@ -35,8 +35,8 @@ class Place(Described):
 
 
 _RAM_START = {
-    Place.HOST: DeviceStart(context_bytes=64 * MIB, pool_bytes=0, margin_bytes=32 * MIB),
-    Place.EMULATED: DeviceStart(context_bytes=64 * MIB + RESERVED_BYTES, pool_bytes=0, margin_bytes=32 * MIB),
+    Place.HOST: DeviceStart(context_bytes=48 * MIB, pool_bytes=0, margin_bytes=32 * MIB),
+    Place.EMULATED: DeviceStart(context_bytes=48 * MIB + RESERVED_BYTES, pool_bytes=0, margin_bytes=32 * MIB),
 }
 """What a worker's process takes in RAM before this machine has taught better."""
 
@@ -135,12 +135,19 @@ class Scales:
             host,
             weights_bytes=None if host.weights_bytes is None else host.weights_bytes - mapped,
             mapped_bytes=host.mapped_bytes - mapped,
-            context_bytes=charge.context_bytes,
+            context_bytes=self._process_bytes(charge),
             pool_bytes=charge.pool_bytes or 0,
             fragmentation_bytes=charge.fragmentation_bytes,
             margin_bytes=charge.margin_bytes,
         )
         return device, Demand(weights_bytes=mapped, mapped_bytes=mapped)
+
+    def _process_bytes(self, charge: Learned) -> int:
+        """What the worker's process takes itself. Another model's load says nothing of this one's vocabulary."""
+        if charge.basis is Basis.KEY:
+            return charge.context_bytes
+        start = first_charge(self.place, "")[0].context_bytes
+        return max(charge.context_bytes, start + VOCABULARY_BYTES_A_TOKEN * self.shape.vocabulary_tokens)
 
 
 def _refused(demand: Demand, answer: DryRunRefused) -> Demand:

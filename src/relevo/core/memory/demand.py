@@ -13,7 +13,14 @@ import msgspec
 
 from relevo.core.memory.compute_buffer import compute_bytes, host_compute_bytes, output_bytes, pool_bound
 from relevo.core.memory.kv_cache import kv_layer_bytes, state_layer_bytes
-from relevo.core.memory.load import DEVICE_START, MIB, DeviceStart, LoadOptions, load_options
+from relevo.core.memory.load import (
+    DEVICE_START,
+    MIB,
+    VOCABULARY_BYTES_A_TOKEN,
+    DeviceStart,
+    LoadOptions,
+    load_options,
+)
 from relevo.core.memory.placement import device_layers, repacked_bytes, weights_bytes
 from relevo.core.memory.shape import ModelShape
 
@@ -147,7 +154,7 @@ def _on_host(shape: ModelShape, options: LoadOptions) -> Demand:
         compute_bytes=_known("compute_bytes", host_compute_bytes(shape, options), reasons),
         output_bytes=output_bytes(shape, options),
         projector_bytes=0 if options.on_device else options.projector_bytes,
-        context_bytes=options.host_context_bytes,
+        context_bytes=options.host_context_bytes + VOCABULARY_BYTES_A_TOKEN * shape.vocabulary_tokens,
         margin_bytes=options.host_margin_bytes,
         reasons=reasons,
     )
