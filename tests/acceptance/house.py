@@ -190,5 +190,15 @@ def stream_lines(answer: httpx2.Response) -> Iterator[str]:
             yield line[6:]
 
 
+_followed: list[Iterator[str]] = []
+
+
+def first_line(answer: httpx2.Response) -> str:
+    """Read one line of a stream that is to go on: an iterator that is let go would close it."""
+    lines = stream_lines(answer)
+    _followed.append(lines)
+    return next(lines)
+
+
 def events_of(lines: Iterator[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]

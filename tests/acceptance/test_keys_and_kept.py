@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from relevo.cli import main
 
-from .house import House, stream_lines, wait_for
+from .house import House, first_line, stream_lines, wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -220,7 +220,7 @@ def test_a_kept_request_goes_on_without_its_client(guarded: Guarded) -> None:
         httpx2.Client(base_url=guarded.house.url, timeout=50, headers=headers) as http,
         http.stream("POST", CHAT, json=chat(100, stream=True)) as answer,
     ):
-        next(stream_lines(answer))
+        first_line(answer)
         request_id = answer.headers["x-request-id"]
     assert guarded.wait_state(request_id, "completed")["result"]["usage"]["completion_tokens"] == 100
     again = guarded.ask(guarded.ada, "POST", CHAT, chat(100, stream=True), idempotency_key="left")

@@ -17,7 +17,7 @@ import pytest
 from relevo.api.keys import KeyRing
 from relevo.setup.demo import find as find_demo_model
 
-from .house import House, assert_idle, stream_lines, wait_for
+from .house import House, assert_idle, first_line, wait_for
 
 CHAT = "/v1/chat/completions"
 MOST = 4
@@ -68,7 +68,7 @@ class Caller:
         try:
             for call in calls:
                 answers.append(call.__enter__())
-                next(stream_lines(answers[-1]))
+                first_line(answers[-1])
             yield [answer.headers["x-request-id"] for answer in answers]
         finally:
             for call in calls[: len(answers)]:
@@ -182,7 +182,7 @@ def test_an_automatic_retry_never_attaches_to_another_keys_request(street: Stree
 def test_a_stored_request_outlives_its_client_and_its_retry_finds_it(street: Street) -> None:
     asked = body(80, stream=True, store=True, seed=9)
     with street.ada.http.stream("POST", CHAT, json=asked) as answer:
-        next(stream_lines(answer))
+        first_line(answer)
         request_id = answer.headers["x-request-id"]
     record = wait_for("it to end", lambda: (r := street.ada.get(f"requests/{request_id}"))["ended"] and r)
     assert record["state"] == "completed" and record["result"]["usage"]["completion_tokens"] == 80

@@ -16,7 +16,7 @@ from relevo.api.keys import KeyRing
 from relevo.core.grant import Grant
 from relevo.setup.demo import find as find_demo_model
 
-from .house import House, assert_idle, stream_lines, wait_for
+from .house import House, assert_idle, first_line, wait_for
 
 CHAT = "/v1/chat/completions"
 CONFIG = f"""
@@ -90,7 +90,7 @@ def test_the_dear_keys_requests_start_before_the_cheap_ones_that_came_earlier(st
     with concurrent.futures.ThreadPoolExecutor() as pool:
         headers = {"authorization": f"Bearer {street.cheap}"}
         with street.house.http.stream("POST", CHAT, json=body(7000, stream=True), headers=headers) as running:
-            next(stream_lines(running))
+            first_line(running)
             calls = []
             for key, priority in ((street.cheap, None), (street.dear, "-5"), (street.cheap, None), (street.dear, None)):
                 calls.append(pool.submit(street.ask, key, priority=priority))
@@ -144,7 +144,7 @@ def test_after_a_crash_the_line_still_goes_by_priority(street: Street) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         headers = {"authorization": f"Bearer {street.cheap}"}
         with house.http.stream("POST", CHAT, json=body(7000, stream=True), headers=headers) as running:
-            next(stream_lines(running))
+            first_line(running)
             street.leave_in_line(street.cheap, pool, "cheap")
             street.leave_in_line(street.dear, pool, "dear")
             house.kill()
