@@ -15,7 +15,6 @@ from relevo.core.admission import (
     Policy,
     Redirect,
     Reject,
-    RouteState,
     RouteView,
     Standby,
     Verdict,
@@ -27,36 +26,14 @@ from relevo.core.admission import (
 )
 from relevo.core.cells import CellLease, CellPool
 from relevo.core.errors import DeadlineUnreachable
-from relevo.core.forecast import Rates
+
+from .test_core_properties import AdmissionMachine
 
 QUICK = settings(
     max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
-views = st.builds(
-    RouteView,
-    route=st.just("gpu"),
-    device=st.just("gpu0"),
-    state=st.sampled_from([*RouteState, RouteState.SERVING, RouteState.SERVING]),
-    cells=st.integers(1, 60),
-    slots=st.integers(1, 4),
-    shared=st.booleans(),
-    cells_free=st.integers(0, 60),
-    slots_free=st.integers(0, 4),
-    queued=st.integers(0, 3),
-    running=st.integers(0, 2),
-    queue_limit=st.integers(0, 3),
-    concurrency=st.integers(1, 2),
-    breaker_open=st.booleans(),
-    reopens_in_s=st.none() | st.floats(0, 100),
-    max_context_tokens=st.none() | st.integers(1, 60),
-    max_output_tokens=st.none() | st.integers(1, 60),
-    rates=st.none()
-    | st.builds(
-        Rates, st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.none() | st.floats(1, 1e6), st.none() | st.floats(1, 50)
-    ),
-    load_eta_ms=st.none() | st.floats(0, 1e5),
-)
+views = AdmissionMachine.views
 stages = st.sampled_from(["calm", "calm", "tight", "critical", "unknown"])
 
 

@@ -31,6 +31,11 @@ app = cyclopts.App(
 Working = Annotated[str, Parameter(name="NAME", help="The key's name, its id, or the beginning of its id.")]
 KeyPolicy = Literal["model", "auto", "gpu-only", "cpu-only"]
 """`model`: as the configuration of the model says."""
+POLICY_HELP = (
+    "Which routes its requests may take when they do not say so themselves; `model`: as the model's configuration."
+)
+FIXED_HELP = "Refuse requests that ask for another policy."
+PRIORITY_HELP = "-100 to 100: where its requests stand in line. A request may ask for less, never for more."
 
 
 @app.command
@@ -38,23 +43,13 @@ def create(
     name: Annotated[str, Parameter(name="NAME", help="Whom the key is for, such as `open-webui`.")],
     /,
     *,
-    policy: KeyPolicy = "model",
-    policy_fixed: bool = False,
-    priority: int = 0,
+    policy: Annotated[KeyPolicy, Parameter(help=POLICY_HELP)] = "model",
+    policy_fixed: Annotated[bool, Parameter(help=FIXED_HELP)] = False,
+    priority: Annotated[int, Parameter(help=PRIORITY_HELP)] = 0,
     place: Place = NO_PLACE,
     json: Json = False,
 ) -> int:
-    """Make a key and show it, this once.
-
-    Parameters
-    ----------
-    policy
-        Which routes its requests may take when they do not say so themselves; `model`: as the model's configuration.
-    policy_fixed
-        Refuse requests that ask for another policy.
-    priority
-        -100 to 100: where its requests stand in line. A request may ask for less, never for more.
-    """
+    """Make a key and show it, this once."""
     from relevo.core.grant import Grant
     from relevo.journal.folder import make_folder
 
@@ -78,23 +73,13 @@ def set_key(
     name: Working,
     /,
     *,
-    policy: KeyPolicy | None = None,
-    policy_fixed: bool | None = None,
-    priority: int | None = None,
+    policy: Annotated[KeyPolicy | None, Parameter(help=POLICY_HELP)] = None,
+    policy_fixed: Annotated[bool | None, Parameter(help=FIXED_HELP)] = None,
+    priority: Annotated[int | None, Parameter(help=PRIORITY_HELP)] = None,
     place: Place = NO_PLACE,
     json: Json = False,
 ) -> int:
-    """Change what a key gives its requests, from the next one on. What is left out stays.
-
-    Parameters
-    ----------
-    policy
-        Which routes its requests may take when they do not say so themselves; `model`: as the model's configuration.
-    policy_fixed
-        Refuse requests that ask for another policy.
-    priority
-        -100 to 100: where its requests stand in line. A request may ask for less, never for more.
-    """
+    """Change what a key gives its requests, from the next one on. What is left out stays."""
     from relevo.core.errors import BadRequest
 
     changes: Changes = {}
