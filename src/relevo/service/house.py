@@ -225,9 +225,8 @@ class _Builder:
         )
         model.flash_attention = cpu.flash_attention
         host = self.house.fleet.devices[HOST]
-        twin = self._add_route(
-            model, cpu, host, forecast, Scales(shape, Place.HOST, self._learning.lessons(host, Place.HOST))
-        )
+        in_ram = Scales(shape, Place.HOST, self._learning.lessons(host, Place.HOST), repacked=self._repacked)
+        twin = self._add_route(model, cpu, host, forecast, in_ram)
         if held is not None:
             self._add_accelerated(model, cpu, held, forecast, shape)
         self._order_routes(model, twin)
