@@ -195,7 +195,7 @@ def test_what_earlier_loads_taught_is_in_the_figures_until_the_engine_is_another
 
     def seen(engine: str) -> Observation:
         return Observation(
-            key=key_of(sizing.cpu, planner.host),  # type: ignore[arg-type]
+            key=key_of(sizing.cpu, planner.host.name),
             under=Circumstances("llama.cpp host", engine, planner.host.description),
             at=1.0, predicted=reported, reported=reported, loaded_bytes=111 * MIB, peak_bytes=112 * MIB,
         )  # fmt: skip

@@ -77,7 +77,7 @@ class HeldDevice:
     def private_bytes(self, ready: Ready) -> int | None:
         """The same without pages of the file; None where nobody tells what a single worker holds.
 
-        In RAM it is counted when reserved: a compute buffer is not resident before it was used once.
+        Which pages of a mapped file are in RAM says nothing about the next load. The rest is counted when reserved: a compute buffer is not resident before it was used once.
         """
         if isinstance(self.device, SoftDevice | HostDevice):
             return memory.data_bytes(ready.pid)

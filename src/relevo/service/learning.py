@@ -57,7 +57,7 @@ class Learning:
         self._journal = journal
         self._engine = engine
         self._lessons = Lessons()
-        self._known: dict[tuple[Key, Circumstances, Tier], Learned] = {}
+        self._known: dict[tuple[StartModel, str, str, Tier], Learned] = {}
         self._lock = threading.Lock()
         """Loads are weighed in threads while the loop adds what others taught."""
         self._known_at = 0.0
@@ -75,16 +75,17 @@ class Learning:
         first, floors = first_charge(place, str(held.device.kind))
 
         def learned(start: StartModel, tier: Tier) -> Learned:
-            key, under = key_of(start, held), self._circumstances(held)
-            now = time.time()
+            # A search weighs hundreds of loads, so the file is not looked at and no key is spelled out each time.
+            asked, now = (start, held.name, held.device.description, tier), time.time()
             with self._lock:
                 if now - self._known_at > KNOWN_FOR_S:
                     self._known.clear()
                     self._known_at = now
-                known = self._known.get((key, under, tier))
+                known = self._known.get(asked)
                 if known is None:
+                    key, under = key_of(start, held.name), self._circumstances(held)
                     known = self._lessons.learned(key, under, predicted_by=tier, start=first, floors=floors, now=now)
-                    self._known[key, under, tier] = known
+                    self._known[asked] = known
                 return known
 
         return learned
@@ -117,7 +118,7 @@ class Learning:
             return
         self._add(
             FailedAllocation(
-                key=key_of(life.start, berth.held),
+                key=key_of(life.start, berth.held.name),
                 under=self._circumstances(berth.held),
                 at=time.time(),
                 asked_bytes=asked,
@@ -132,12 +133,12 @@ class Learning:
     def _observe(self, berth: Berth, ready: Ready, *, peak_bytes: int | None) -> None:
         life = berth.life
         assert life is not None
-        observed = observed_bytes(berth, ready)
+        observed = berth.held.private_bytes(ready)
         if observed is None:
             return
         self._add(
             Observation(
-                key=key_of(life.start, berth.held),
+                key=key_of(life.start, berth.held.name),
                 under=self._circumstances(berth.held),
                 at=time.time(),
                 predicted=predicted_parts(berth, life),
@@ -168,7 +169,7 @@ class Learning:
         )
 
 
-def key_of(start: StartModel, held: HeldDevice) -> Key:
+def key_of(start: StartModel, device: str) -> Key:
     """A model's file by name, size and time, and everything of a start that costs memory."""
     path = Path(start.path)
     try:
@@ -177,15 +178,7 @@ def key_of(start: StartModel, held: HeldDevice) -> Key:
     except OSError:
         model = path.name
     options = msgspec.structs.replace(same_load(start), path="", libraries="", threads=1)
-    return Key(model=model, device=held.name, options=msgspec.json.encode(options).decode())
-
-
-def observed_bytes(berth: Berth, ready: Ready) -> int | None:
-    """What a worker holds of its device, as far as it is told apart from others.
-
-    In RAM only private memory: which pages of a mapped file are there says nothing about the next load.
-    """
-    return berth.held.private_bytes(ready)
+    return Key(model=model, device=device, options=msgspec.json.encode(options).decode())
 
 
 def predicted_parts(berth: Berth, life: Life) -> dict[str, int | None]:

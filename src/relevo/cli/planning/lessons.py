@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from relevo.core.errors import RelevoError
 from relevo.core.memory.learned import Circumstances, Key, Learned, Lessons, decode
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from relevo.cli.planning.targets import Target
     from relevo.core.events import StartModel
     from relevo.devices.ggml import EngineFacts
-    from relevo.service.berths import HeldDevice
 
 _ABOUT_NOTHING = Key("", "", ""), Circumstances("", "", "")
 
@@ -50,8 +49,9 @@ class Recalled:
     def _about(self, target: Target, start: StartModel) -> tuple[Key, Circumstances]:
         from relevo.service.learning import key_of
 
-        key = key_of(start, cast("HeldDevice", target))  # of which it reads the name alone
-        return key, Circumstances(f"llama.cpp {target.device_kind}", self._engine, target.description)
+        return key_of(start, target.name), Circumstances(
+            f"llama.cpp {target.device_kind}", self._engine, target.description
+        )
 
     @cached_property
     def lessons(self) -> Lessons:
