@@ -77,7 +77,8 @@ class HeldDevice:
     def private_bytes(self, ready: Ready) -> int | None:
         """The same without pages of the file; None where nobody tells what a single worker holds.
 
-        Which pages of a mapped file are in RAM says nothing about the next load. The rest is counted when reserved: a compute buffer is not resident before it was used once.
+        Which pages of a mapped file are in RAM says nothing about the next load. The rest is counted when reserved: a
+        compute buffer is not resident before it was used once.
         """
         if isinstance(self.device, SoftDevice | HostDevice):
             return memory.data_bytes(ready.pid)
@@ -257,12 +258,14 @@ class Berth:
         layers = self.scales.shape.layer_count + 1
         return start.gpu_layers < layers or start.host_expert_layers > 0
 
-    def host_bytes(self, ready: Ready) -> int | None:
-        """What its worker holds of RAM beside its device; None where nobody tells.
+    def observed_on(self, held: HeldDevice, ready: Ready) -> int | None:
+        """What its worker holds of its device, or of RAM beside it; None where nobody tells.
 
         On an emulated device all private memory is the device's, and pages of the file count as available.
         """
-        return 0 if self.held.emulated else memory.anonymous_bytes(ready.pid)
+        if held is self.held:
+            return held.observed_bytes(ready)
+        return 0 if self.held.emulated else held.observed_bytes(ready)
 
     @property
     def start_bytes(self) -> int | None:

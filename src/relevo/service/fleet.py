@@ -126,7 +126,7 @@ class Fleet:
         cells = ready.cells if berth.route.shared else ready.cells * ready.slots
         berth.route.cell_bytes = None if life.demand.kv_bytes is None else life.demand.kv_bytes / cells
         for held, lease in life.leases:
-            observed = held.observed_bytes(ready) if held is berth.held else berth.host_bytes(ready)
+            observed = berth.observed_on(held, ready)
             if observed is not None:
                 held.ledger.settle(lease, observed)
         self._learning.loaded(berth, ready)

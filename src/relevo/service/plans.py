@@ -8,11 +8,14 @@ import msgspec
 
 from relevo.config import ModelConfig, flash_attention_of
 from relevo.core.events import StartModel
+from relevo.core.loads.wish import LoadWish
 from relevo.core.memory.demand import Demand
 from relevo.core.memory.shape import ModelShape
 
 RESERVED_BYTES = 128 * 2**20
 """What a worker's process reserves besides the model; an emulated accelerator counts it. (Seen: 30 MiB.)"""
+LEAST_CONTEXT_TOKENS = 4096
+"""A context is reduced to this and no further, unless the configuration says otherwise."""
 PROCESS_BYTES = 512 * 2**20
 """Bound on a worker's private memory besides the model: interpreter, libraries, arenas, thread stacks, as reserved."""
 
@@ -72,6 +75,26 @@ def hybrid_plan(whole: StartModel, *, emulated: bool) -> StartModel:
     if emulated:
         return msgspec.structs.replace(whole, route="hybrid", use_mmap=True, repack=False)
     return msgspec.structs.replace(whole, route="hybrid")
+
+
+def load_wish(
+    holder: str, start: StartModel, shape: ModelShape, config: ModelConfig, cpu_start: StartModel | None
+) -> LoadWish:
+    """What a model's configuration asks of the ladder, and what it may give up."""
+    return LoadWish(
+        holder=holder,
+        start=start,
+        layers=shape.layer_count,
+        expert_layers=sum(layer.expert_bytes > 0 for layer in shape.layers),
+        allow=frozenset(config.reduce),
+        least_context_tokens=min(config.least_context_tokens or LEAST_CONTEXT_TOKENS, start.context_tokens),
+        offload=config.offload,
+        from_storage=config.from_storage,
+        priority=config.priority,
+        most_context_tokens=shape.context_trained_tokens,
+        cpu_start=cpu_start,
+        recovery_budget_s=config.recovery_budget_s,
+    )
 
 
 def data_limit_bytes(demand: Demand) -> int:

@@ -14,7 +14,7 @@ from relevo.core.described import Described
 from relevo.core.events import StartModel
 from relevo.core.memory import learned
 from relevo.core.memory.demand import DEVICE_START, MIB, Demand, DeviceStart, load_options, model_demand
-from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, with_dry_run
+from relevo.core.memory.dry_run import DryRunAnswer, DryRunFigures, DryRunRefused, wants_dry_run, with_dry_run
 from relevo.core.memory.learned import CARD_FLOORS, SMALL_FLOORS, Basis, Learned
 from relevo.core.memory.load import COPIES_CACHE, VOCABULARY_BYTES_A_TOKEN
 from relevo.core.memory.repack import X86_TYPES
@@ -90,8 +90,9 @@ class Scales:
 
     def weigh(self, start: StartModel) -> tuple[Demand, Demand]:
         """(what it takes of the route's device, what it takes of the host besides)."""
-        answer = self._answers.get(same_load(start))
-        charge = self.learned(start)
+        load = same_load(start)
+        answer = self._answers.get(load)
+        charge = self._lessons(start, _predicted_by(answer))
         on_card = self.place is Place.CARD
         options = load_options(
             start,
@@ -108,16 +109,13 @@ class Scales:
         pair = (device, host) if on_card else self._in_ram(host, charge)
         if isinstance(answer, DryRunRefused):
             return _refused(pair[0], answer), _refused(pair[1], answer)
-        if answer is None and any(demand.total_bytes is None for demand in pair):
-            self._unknown[same_load(start)] = None
+        if answer is None and wants_dry_run(*pair):
+            self._unknown[load] = None
         return pair
 
     def learned(self, start: StartModel) -> Learned:
         """What loads like this one have taught here."""
-        predicted_by = (
-            Tier.DRY_RUN if isinstance(self._answers.get(same_load(start)), DryRunFigures) else Tier.CLOSED_FORM
-        )
-        return self._lessons(start, predicted_by)
+        return self._lessons(start, _predicted_by(self._answers.get(same_load(start))))
 
     def tier(self, start: StartModel) -> Tier:
         """Where the figures of `weigh` come from."""
@@ -125,8 +123,9 @@ class Scales:
 
     def learn(self, start: StartModel, answer: DryRunAnswer) -> None:
         """What the engine said of this load, or why it could not."""
-        self._answers[same_load(start)] = answer
-        self._unknown.pop(same_load(start), None)
+        load = same_load(start)
+        self._answers[load] = answer
+        self._unknown.pop(load, None)
 
     def _in_ram(self, host: Demand, charge: Learned) -> tuple[Demand, Demand]:
         """Of a worker without a card. On an emulated device pages of the file stay in what plays the host."""
@@ -148,6 +147,10 @@ class Scales:
             return charge.context_bytes
         start = first_charge(self.place, "")[0].context_bytes
         return max(charge.context_bytes, start + VOCABULARY_BYTES_A_TOKEN * self.shape.vocabulary_tokens)
+
+
+def _predicted_by(answer: DryRunAnswer | None) -> Tier:
+    return Tier.DRY_RUN if isinstance(answer, DryRunFigures) else Tier.CLOSED_FORM
 
 
 def _refused(demand: Demand, answer: DryRunRefused) -> Demand:

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Watch:
         self._dispatcher = dispatcher
         self._learning = learning
         self._changed = changed
-        self._cadences: dict[str, Cadence] = {}
+        self._cadences: defaultdict[str, Cadence] = defaultdict(Cadence)
         self._read_at: dict[str, float] = {}
         self._sleep = SleepDetector(read_clocks())
         self._restored_at = 0.0
@@ -95,10 +96,9 @@ class Watch:
             held.calm_since = now
 
     def _is_due(self, held: HeldDevice, now: float) -> bool:
-        cadence = self._cadences.setdefault(held.name, Cadence())
         under_way = any(lease.state in MOVING for lease in held.ledger.leases) or held.ledger.returning_bytes > 0
         calm = held.calm_since is not None
-        return cadence.wait_s(self._read_at.get(held.name), now, under_way=under_way, calm=calm) <= 0
+        return self._cadences[held.name].wait_s(self._read_at.get(held.name), now, under_way=under_way, calm=calm) <= 0
 
     def _hear(self, held: HeldDevice) -> None:
         """What the driver or the kernel told of the device: logged, and passed to its breaker where it is a fault."""
@@ -120,7 +120,7 @@ class Watch:
         for held, lease in life.leases:
             if lease.state not in (LeaseState.SETTLED, LeaseState.UNVERIFIED):
                 continue
-            observed = held.observed_bytes(ready) if held is berth.held else berth.host_bytes(ready)
+            observed = berth.observed_on(held, ready)
             if observed is None:
                 continue
             if lease.state is LeaseState.UNVERIFIED:
@@ -147,7 +147,7 @@ class Watch:
         _log.warning("%s", sleep.sentence)
         for held in self._fleet.devices.values():
             held.ledger.doubt(sleep.sentence, now)
-            self._cadences.setdefault(held.name, Cadence()).changed(Change.WAKE, now)
+            self._cadences[held.name].changed(Change.WAKE, now)
         self._fleet.probe_all()
 
     # ------------------------------------------------------------ a neighbour wants memory

@@ -17,7 +17,7 @@ from relevo.core.loads.wish import LoadWish
 from relevo.core.units import size_text
 from relevo.models.gguf import GgufHeader, read_header
 from relevo.models.shape import shape_of
-from relevo.service.plans import cpu_plan, emulated_plan, gpu_plan
+from relevo.service.plans import cpu_plan, emulated_plan, gpu_plan, load_wish
 
 if TYPE_CHECKING:
     from relevo.cli.planning.targets import Target
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXT_TOKENS = 8192
 LEAST_CONTEXT_TOKENS = 64
-LEAST_REDUCED_TOKENS = 4096
-"""A context is reduced to this and no further, unless the configuration says otherwise."""
 _WITHIN = {
     "slots": ("--slots", 1, 255),
     "cpu_slots": ("--cpu-slots", 1, 255),
@@ -67,21 +65,7 @@ class Sizing:
 
     def wish(self) -> LoadWish:
         """What the ladder is asked: this load, and what its configuration lets it take less of."""
-        model, start = self.model, self.start
-        return LoadWish(
-            holder=f"{self.name}/{start.route}",
-            start=start,
-            layers=self.shape.layer_count,
-            expert_layers=sum(layer.expert_bytes > 0 for layer in self.shape.layers),
-            allow=frozenset(model.reduce),
-            least_context_tokens=model.least_context_tokens or min(LEAST_REDUCED_TOKENS, start.context_tokens),
-            offload=model.offload,
-            from_storage=model.from_storage,
-            priority=model.priority,
-            most_context_tokens=self.header.context_trained_tokens,
-            cpu_start=self.cpu,
-            recovery_budget_s=model.recovery_budget_s,
-        )
+        return load_wish(f"{self.name}/{self.start.route}", self.start, self.shape, self.model, self.cpu)
 
 
 def check_name(config: Config, name: str, *, given: bool) -> None:
