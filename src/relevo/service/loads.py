@@ -21,8 +21,10 @@ from relevo.core.loads.eviction import RETURNS_WITHIN_S
 from relevo.core.loads.ladder import DeviceView, Holder, LoadVerdict, LoadWish, Step, decide_load, may_restore
 from relevo.core.loads.room import largest_piece_bytes
 from relevo.core.memory.demand import Demand
+from relevo.core.memory.dry_run import ASKED_AT_ONCE, ROUNDS
 from relevo.replicas.dry_run import DryRuns
 from relevo.service.berths import Berth, Figures, HeldDevice, Life, Posture, Refusal
+from relevo.service.plans import load_wish
 from relevo.service.scales import Scales
 
 _log = logging.getLogger("relevo.loads")
@@ -42,8 +44,6 @@ WANTED_S = 60.0
 """How long a request that had to go elsewhere counts as a wish for its model."""
 CALM_S = 5.0
 """How long a device must have been calm before more is loaded on it than it holds."""
-DRY_RUN_ROUNDS = 8
-DRY_RUNS_AT_ONCE = 24
 
 
 class Loads:
@@ -209,7 +209,7 @@ class Loads:
     async def _decide(self, berth: Berth) -> LoadVerdict:
         """The ladder's verdict; what the closed form does not know is asked of the engine, and it decides anew."""
         verdict = await self.weigh_up(berth)
-        for _ in range(DRY_RUN_ROUNDS):
+        for _ in range(ROUNDS):
             # A load that was found may not be the best: what lies between it and the whole is asked for too.
             if verdict.step is Step.ADMIT or not await self._ask_engine(berth.scales):
                 return verdict
@@ -218,7 +218,7 @@ class Loads:
 
     async def _ask_engine(self, scales: Scales) -> bool:
         """Have the engine plan the loads that could not be weighed. Returns whether anything new is known."""
-        starts = scales.unknown[:DRY_RUNS_AT_ONCE]
+        starts = scales.unknown[:ASKED_AT_ONCE]
         if not starts:
             return False
         for start, answer in zip(starts, await self._dry_runs.run(starts), strict=True):
@@ -248,24 +248,20 @@ class Loads:
 
     @staticmethod
     def wish_of(berth: Berth) -> LoadWish:
-        """What its configuration asks for, and what it may give up."""
-        config, shape = berth.model.config, berth.scales.shape
+        """What its configuration asks for, and what it may give up, as things are now."""
         twin = berth.twin
-        return LoadWish(
-            holder=berth.route.replica.name,
-            start=berth.start,
-            layers=shape.layer_count,
-            expert_layers=sum(1 for layer in shape.layers if layer.expert_bytes),
-            allow=frozenset(config.reduce),
-            least_context_tokens=min(config.least_context_tokens or 4096, berth.start.context_tokens),
+        wish = load_wish(
+            berth.route.replica.name,
+            berth.start,
+            berth.scales.shape,
+            berth.model.config,
+            None if twin is None else twin.start,
+        )
+        return msgspec.structs.replace(
+            wish,
             offload=berth.whole is not None,
             redirect=not berth.has_part,  # where there is a hybrid route, that is where they go first
-            from_storage=config.from_storage,
-            priority=config.priority,
-            most_context_tokens=shape.context_trained_tokens,
-            cpu_start=None if twin is None else twin.start,
             cpu_held_bytes=0 if twin is None else twin.leased_bytes,
-            recovery_budget_s=config.recovery_budget_s,
             cpu_mapped_load_s=None if twin is None else twin.load_s,
         )
 

@@ -21,7 +21,7 @@ from relevo.core.loads.reduction import changes_between
 from relevo.core.loads.room import Scales as LadderScales
 from relevo.core.loads.room import room_of, why_not
 from relevo.core.loads.verdict import Step
-from relevo.core.memory.dry_run import STAND_IN, STAND_IN_CUDA, STAND_INS
+from relevo.core.memory.dry_run import ASKED_AT_ONCE, ROUNDS, STAND_IN, STAND_IN_CUDA, STAND_INS, DryRunFigures
 from relevo.core.memory.load import COPIES_CACHE
 from relevo.service.plans import hybrid_plan
 from relevo.service.scales import Place
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from relevo.core.loads.verdict import LoadVerdict
     from relevo.core.loads.wish import LoadWish
     from relevo.core.memory.demand import Demand
+    from relevo.core.memory.dry_run import DryRunAnswer
     from relevo.core.memory.learned import Learned
     from relevo.core.memory.tier import Tier
     from relevo.devices.ggml import EngineFacts
 
 _MOST_PLANNED_TOKENS = 1 << 20
-_ROUNDS = 8
-_ASKED_AT_ONCE = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +189,8 @@ class Planner:
 
     def _scales(self, sizing: Sizing, *, dry_run: bool) -> Weighing:
         """The closed form, and the engine's word for what it does not know."""
+        from relevo.core.errors import RelevoError
+
         target = sizing.target
         lessons = self.recalled.of(target, place_of(target.kind))
         scales = Weighing(sizing.shape, target.kind, lessons, self.recalled.of(self.host, Place.HOST))
@@ -199,60 +200,62 @@ class Planner:
         if not dry_run:
             scales.reasons.append("The engine was not asked (--no-dry-run).")
             return scales
-        self._ask(scales, sizing, starts)
+        try:
+            engine = _Engine(str(self.libraries()), sizing.target)
+        except RelevoError as error:
+            scales.reasons.append(error.message)
+            return scales
+        _learn_bounds(sizing, starts, scales, engine)
         if sizing.gpu is not None and scales.knows(sizing.start):
-            self._settle(sizing, scales)
+            self._settle(sizing, scales, engine)
         return scales
 
-    def _ask(self, scales: Weighing, sizing: Sizing, starts: list[StartModel]) -> None:
-        from relevo.core.errors import RelevoError
-        from relevo.core.memory.dry_run import DryRunFigures
+    def _settle(self, sizing: Sizing, scales: Weighing, engine: _Engine) -> None:
+        """Ask the engine about the loads that the ladder comes by, until it knows them all."""
+        for _ in range(ROUNDS):
+            _decide(sizing, sizing.wish(), self.host, scales)
+            unknown = scales.unknown[:ASKED_AT_ONCE]
+            if not unknown:
+                return
+            for start, answer in zip(unknown, engine.ask(unknown), strict=True):
+                scales.answer(start, answer)
+
+
+class _Engine:
+    """The engine's dry runs, for one target. For a card that is not here it plans for one of its kind."""
+
+    def __init__(self, libraries: str, target: Target) -> None:
+        self._libraries = libraries
+        self._stand_in: str | None = None
+        if not target.here:
+            self._stand_in = STAND_IN_CUDA if target.kind in COPIES_CACHE else STAND_IN
+
+    def ask(self, starts: list[StartModel]) -> list[DryRunAnswer]:
+        """What it says of each, in their order. What it said of the same file before is remembered."""
         from relevo.replicas.dry_run import dry_run_now
         from relevo.replicas.dry_run_cache import DryRunCache, EngineIdentity
         from relevo.setup.cache import cache_folder
 
-        most = min(sizing.header.context_trained_tokens or _MOST_PLANNED_TOKENS, _MOST_PLANNED_TOKENS)
-        try:
-            libraries = str(self.libraries())
-        except RelevoError as error:
-            scales.reasons.append(error.message)
-            return
-        stand_in = None if sizing.target.here else _stand_in(sizing.target)
-        wanted = [_asked(start, libraries, stand_in) for start in starts]
-        wanted += [replace(start, context_tokens=most) for start in wanted if start.context_tokens < most]
-        cache = DryRunCache(cache_folder() / "dry-runs", EngineIdentity(engine=""))
+        wanted = [self._asked(start) for start in starts]
         on_card = any(start.device != "cpu" and start.device not in STAND_INS for start in wanted)
         # Of a card's driver nothing is known here that could tell a remembered answer from a true one.
-        for start, answer in zip(wanted, dry_run_now(wanted, cache=None if on_card else cache), strict=True):
-            if isinstance(answer, DryRunFigures):
-                device = sizing.start.device if start.device in STAND_INS else start.device
-                scales.learn(replace(start, libraries=sizing.cpu.libraries, device=device), answer)
-            elif start in wanted[: len(starts)]:
-                scales.reasons.append(answer.message)
+        cache = None if on_card else DryRunCache(cache_folder() / "dry-runs", EngineIdentity(engine=""))
+        return dry_run_now(wanted, cache=cache)
 
-    def _settle(self, sizing: Sizing, scales: Weighing) -> None:
-        """Ask the engine about the loads that the ladder comes by, until it knows them all."""
-        from relevo.replicas.dry_run import dry_run_now
-
-        stand_in = None if sizing.target.here else _stand_in(sizing.target)
-        for _ in range(_ROUNDS):
-            _decide(sizing, sizing.wish(), self.host, scales)
-            unknown = scales.unknown[:_ASKED_AT_ONCE]
-            if not unknown:
-                return
-            asked = [_asked(start, str(self.libraries()), stand_in) for start in unknown]
-            for start, answer in zip(unknown, dry_run_now(asked), strict=True):
-                scales.answer(start, answer)
+    def _asked(self, start: StartModel) -> StartModel:
+        device = start.device if self._stand_in is None or start.device == "cpu" else self._stand_in
+        return replace(start, libraries=self._libraries, device=device)
 
 
-def _stand_in(target: Target) -> str:
-    """For a card that is not here the engine plans for one of its kind that computes nothing."""
-    return STAND_IN_CUDA if target.kind in COPIES_CACHE else STAND_IN
-
-
-def _asked(start: StartModel, libraries: str, stand_in: str | None) -> StartModel:
-    device = stand_in if stand_in is not None and start.device != "cpu" else start.device
-    return replace(start, libraries=libraries, device=device)
+def _learn_bounds(sizing: Sizing, starts: list[StartModel], scales: Weighing, engine: _Engine) -> None:
+    """Learn what these loads take, and what they would with the longest context: between them lie all others."""
+    most = min(sizing.header.context_trained_tokens or _MOST_PLANNED_TOKENS, _MOST_PLANNED_TOKENS)
+    longest = [replace(start, context_tokens=most) for start in starts if start.context_tokens < most]
+    for start, answer in zip(wanted := starts + longest, engine.ask(wanted), strict=True):
+        if isinstance(answer, DryRunFigures):
+            scales.learn(start, answer)
+        elif start in starts:
+            scales.reasons.append(answer.message)
 
 
 def _fits(sizing: Sizing, scales: Weighing, host: Target) -> Fits:

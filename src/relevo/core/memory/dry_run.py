@@ -17,6 +17,11 @@ STAND_IN_CUDA = "AcceleratorCUDA0"
 f16 copy of a quantized cache, as CUDA and HIP do."""
 STAND_INS = frozenset({STAND_IN, STAND_IN_CUDA})
 
+ROUNDS = 8
+"""So often a ladder may come by loads that the engine has not planned yet, before what is known has to do."""
+ASKED_AT_ONCE = 24
+"""Loads of one round."""
+
 PRINTED_TO_BYTES = 5243
 """Half a hundredth of a MiB: how far a printed figure can be from the true one."""
 
