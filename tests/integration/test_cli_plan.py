@@ -160,6 +160,24 @@ def test_what_has_no_closed_form_is_asked_of_the_engine(tmp_path: Path, capsys: 
     assert asked["fits"][0]["max_context_tokens"] > 0
 
 
+def test_a_second_plan_of_the_same_file_asks_the_engine_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.golden.families_state import FAMILIES
+
+    path = next(family for family in FAMILIES if family.name == "GLM-4.7-Flash").write(tmp_path)
+    words = (path, "--device-memory", "8GiB")
+    first = plan(capsys, *words)
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started to ask the engine")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    second = plan(capsys, *words)
+    assert (second["tier"], second["parts"]) == (first["tier"], first["parts"])
+    assert second["tier"] == "dry run" and second["fits"][0]["verdict"] == first["fits"][0]["verdict"]
+
+
 def test_a_running_service_tells_what_is_free(
     own_place: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
